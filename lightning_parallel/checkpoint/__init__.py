@@ -1,0 +1,1 @@
+"""Mechanism: names and files of checkpoints that hold whole, layout-free tensors."""

@@ -1,0 +1,1 @@
+"""Mechanism: layers, plans and losses split over the tensor group."""
