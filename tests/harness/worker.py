@@ -1,0 +1,123 @@
+"""The worker process: imports torch and lightning once, then runs one call after another.
+
+Started as ``python -m tests.harness.worker <descriptor of the connection> <file for stacks>``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import reduce
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+from tests.harness.protocol import COLLECTIVE_TIMEOUT, Call, Finish, Idle, Raised, Returned, receive, send
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    connection = Connection(int(sys.argv[1]))
+    stacks = open(sys.argv[2], "w")  # noqa: SIM115 - stays open for faulthandler until the process ends
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+    faulthandler.enable(file=stacks, all_threads=True)
+    _die_with_parent()
+    torch.set_num_threads(1)
+    torch.set_num_interop_threads(1)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            send(connection, Idle())
+            _serve(connection, receive(connection))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _serve(connection: Connection, call: Call) -> None:
+    """Run one call, report it, and stay in the group until every rank has reported."""
+    with _clean_process(call):
+        try:
+            function = reduce(getattr, call.qualname.split("."), importlib.import_module(call.module))
+            assert callable(function), f"{call.module}.{call.qualname} is not callable"
+            if call.launch == "gloo":
+                _join_group(call)
+            message: Returned | Raised = Returned(pickle.dumps(function(call.rank, call.world_size, *call.args)))
+        except BaseException:
+            message = Raised(traceback.format_exc())
+        send(connection, message)
+        finish = receive(connection)
+        assert isinstance(finish, Finish), f"expected Finish, got {finish}"
+
+
+def _join_group(call: Call) -> None:
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT)
+    store = dist.TCPStore("127.0.0.1", call.port, call.world_size, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=call.rank, world_size=call.world_size, timeout=timeout)
+
+
+def _torchrun_environment(call: Call) -> dict[str, str]:
+    """What torchrun would set for one node; it is how Lightning's TorchElasticEnvironment is found."""
+    rank, size = str(call.rank), str(call.world_size)
+    return {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "GROUP_RANK": "0",
+        "ROLE_RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(call.port),
+        "TORCHELASTIC_RUN_ID": f"test-{call.port}",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
+
+
+@contextlib.contextmanager
+def _clean_process(call: Call) -> Iterator[None]:
+    """Give the call its own folder, environment and random stream, and take back whatever it changed."""
+    environment = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    os.chdir(call.folder)
+    if call.launch == "lightning":
+        os.environ.update(_torchrun_environment(call))
+        rank_zero_only.rank = call.rank  # type: ignore[attr-defined]
+    random.seed(0)
+    torch.manual_seed(0)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(environment)
+        rank_zero_only.rank = 0  # type: ignore[attr-defined]
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+        torch.set_grad_enabled(True)
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to kill this process when the test process is killed; elsewhere the closed connection ends it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

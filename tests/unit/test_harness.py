@@ -1,0 +1,194 @@
+"""The harness itself: what it returns, and how quickly and clearly it fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning import Trainer
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+from tests.harness import Ranks, RanksFailed, RanksHung, WorkerPool
+
+
+def sum_over_ranks(rank: int, world_size: int, scale: float) -> tuple[int, int, torch.Tensor]:
+    value = torch.full((3,), scale * (rank + 1), requires_grad=True)
+    total = value.detach().clone()
+    dist.all_reduce(total)
+    return rank, world_size, total
+
+
+def return_tied_parameters(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    weight = torch.nn.Parameter(torch.arange(6, dtype=torch.float64).view(2, 3) + rank)
+    return {"a": weight, "b": weight, "view": weight[:, 1:]}
+
+
+def wait_for_nobody(rank: int, world_size: int) -> None:
+    if rank == 1:
+        dist.recv(torch.empty(1), src=0)
+
+
+def spin_with_child(rank: int, world_size: int) -> None:
+    if os.fork() == 0:
+        time.sleep(60)
+    time.sleep(60)
+
+
+def raise_on_last(rank: int, world_size: int) -> None:
+    if rank == world_size - 1:
+        raise KeyError("missing head")
+    dist.recv(torch.empty(1), src=world_size - 1)
+
+
+def die_on_first(rank: int, world_size: int) -> None:
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def return_a_lambda(rank: int, world_size: int) -> object:
+    return lambda: rank
+
+
+def read_process_state(rank: int, world_size: int) -> dict[str, object]:
+    return {
+        "pid": os.getpid(),
+        "elastic": TorchElasticEnvironment.detect(),
+        "rank": os.environ.get("RANK"),
+        "world": os.environ.get("WORLD_SIZE"),
+        "seed": os.environ.get("PL_GLOBAL_SEED"),
+        "rank_zero": rank_zero_only.rank,  # type: ignore[attr-defined]
+        "group": dist.is_initialized(),
+        "draw": torch.rand(1).item(),
+        "threads": torch.get_num_threads(),
+        "sigterm": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
+        "files": os.listdir(),
+    }
+
+
+def disturb_process_state(rank: int, world_size: int) -> None:
+    os.environ["PL_GLOBAL_SEED"] = "7"
+    rank_zero_only.rank = 3  # type: ignore[attr-defined]
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    torch.rand(100)
+    open("litter", "w").close()
+
+
+def fit_with_ddp(rank: int, world_size: int) -> tuple[int, int, torch.Tensor]:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy="ddp",
+        max_steps=2,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = BoringModel()
+    trainer.fit(model)
+    return trainer.global_rank, trainer.world_size, model.layer.weight.detach()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_results_come_in_rank_order(ranks: Ranks, world_size: int) -> None:
+    results = ranks(world_size, sum_over_ranks, 0.5)
+    assert [(rank, size) for rank, size, _ in results] == [(rank, world_size) for rank in range(world_size)]
+    expected = torch.full((3,), 0.5 * world_size * (world_size + 1) / 2)
+    assert all(torch.equal(total, expected) for _, _, total in results)
+
+
+def test_tensors_are_returned_by_value(ranks: Ranks) -> None:
+    for rank, result in enumerate(ranks(2, return_tied_parameters)):
+        expected = torch.arange(6, dtype=torch.float64).view(2, 3) + rank
+        assert torch.equal(result["a"], expected)
+        assert isinstance(result["a"], torch.nn.Parameter)
+        assert result["a"] is result["b"]
+        assert torch.equal(result["view"], expected[:, 1:])
+
+
+def test_hang_is_named_and_ended_at_the_limit(ranks: Ranks) -> None:
+    ranks(2, read_process_state)
+    start = time.monotonic()
+    with pytest.raises(RanksHung, match=r"(?s)hang after 3 s: rank 1 of 2 did not return.*in wait_for_nobody"):
+        ranks(2, wait_for_nobody, timeout=3)
+    assert time.monotonic() - start < 8
+
+
+def test_exception_brings_the_failing_ranks_traceback_without_the_limit(ranks: Ranks) -> None:
+    start = time.monotonic()
+    with pytest.raises(RanksFailed, match=r"(?s)failure in rank.* 2.*in raise_on_last.*KeyError: 'missing head'"):
+        ranks(3, raise_on_last, timeout=100)
+    assert time.monotonic() - start < 60
+
+
+def test_death_of_a_rank_is_reported(ranks: Ranks) -> None:
+    with pytest.raises(RanksFailed, match=r"failure in rank 0 of 2\nrank 0 of 2 failed:\nthe process ended .* -9"):
+        ranks(2, die_on_first)
+
+
+def test_value_that_cannot_be_pickled_is_an_error(ranks: Ranks) -> None:
+    with pytest.raises(RanksFailed, match="return_a_lambda"):
+        ranks(1, return_a_lambda)
+
+
+def test_failed_workers_are_replaced_and_good_ones_kept(ranks: Ranks) -> None:
+    first = [state["pid"] for state in ranks(2, read_process_state)]
+    assert [state["pid"] for state in ranks(2, read_process_state)] == first
+    with pytest.raises(RanksFailed):
+        ranks(2, die_on_first)
+    assert not {state["pid"] for state in ranks(2, read_process_state)} & set(first)
+
+
+def test_nothing_survives_a_hang_or_a_closed_pool() -> None:
+    pool = WorkerPool()
+    pool(1, read_process_state)
+    hung = pool.pids()
+    with pytest.raises(RanksHung):
+        pool(1, spin_with_child, timeout=1)
+    pool(1, read_process_state)
+    alive = pool.pids()
+    pool.close()
+    for group in hung + alive:
+        with pytest.raises(ProcessLookupError):
+            os.killpg(group, 0)
+
+
+def test_calls_leave_no_traces(ranks: Ranks) -> None:
+    before = ranks(2, read_process_state)
+    ranks(2, disturb_process_state)
+    assert ranks(2, read_process_state) == before
+    assert [state["group"] for state in before] == [True, True]
+    assert [(state["rank"], state["seed"], state["rank_zero"]) for state in before] == [(None, None, 0)] * 2
+    assert [(state["threads"], state["sigterm"], state["files"]) for state in before] == [(1, True, [])] * 2
+
+
+def test_lightning_launch_reads_like_torchrun(ranks: Ranks) -> None:
+    for rank, state in enumerate(ranks(2, read_process_state, launch="lightning")):
+        assert (state["elastic"], state["group"]) == (True, False)
+        assert (state["rank"], state["world"], state["rank_zero"]) == (str(rank), "2", rank)
+
+
+def test_trainer_joins_the_ranks_by_itself(ranks: Ranks) -> None:
+    first, second = ranks(2, fit_with_ddp, launch="lightning")
+    assert (first[:2], second[:2]) == ((0, 2), (1, 2))
+    assert torch.equal(first[2], second[2])
+    assert not any(state["elastic"] for state in ranks(2, read_process_state))
+
+
+def test_worker_functions_must_be_importable(ranks: Ranks) -> None:
+    with pytest.raises(ValueError, match="must be a top-level function"):
+        ranks(1, lambda rank, world_size: None)
+    with pytest.raises(ValueError, match=r"world size must lie in 1\.\.8, got 9"):
+        ranks(9, read_process_state)
+
+
+def test_parent_does_not_join_any_group(ranks: Ranks) -> None:
+    ranks(1, read_process_state)
+    assert not dist.is_initialized()
