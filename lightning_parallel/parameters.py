@@ -75,7 +75,7 @@ class ParameterTag:
         return None if covered and covered == self.shard.local_size(tensor_rank) else owned
 
     def counted_numel(self, stage: int, tensor_rank: int) -> int:
-        """Elements of the full parameter that this rank counts; over all stages and tensor ranks the sum is ``numel``."""
+        """Elements of the full parameter that this rank counts; over all stages and tensor ranks they add up to it."""
         ranges = self.counted_ranges(stage, tensor_rank)
         if ranges is None:
             return prod(self.local_shape(tensor_rank))

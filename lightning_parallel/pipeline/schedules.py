@@ -132,8 +132,12 @@ def validate_schedule(schedule: Schedule, training: bool = True) -> None:
 
 def _validate_rank(schedule: Schedule, rank: int, training: bool) -> None:
     done: set[Action] = set()
+    reduced = False
     for index, action in enumerate(schedule.actions[rank]):
         problem = _problem(schedule, rank, action, done, training)
+        if reduced and action.kind is not Kind.REDUCE:
+            problem = problem or "follows the gradient reduction"
+        reduced = reduced or action.kind is Kind.REDUCE
         if problem:
             raise _invalid(schedule, f"{action} {problem}", rank, index)
         done.add(action)
@@ -152,8 +156,6 @@ def _problem(schedule: Schedule, rank: int, action: Action, done: set[Action], t
         return "appears twice"
     if not training and action.kind not in (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECV_FORWARD):
         return "has no place in a forward-only schedule"
-    if action.kind is not Kind.REDUCE and any(other.kind is Kind.REDUCE for other in done):
-        return "follows the gradient reduction"
     if action.kind.is_communication and not _crosses(schedule, action):
         return "has no neighbouring rank on that side"
     for earlier in _prerequisites(schedule, action):
