@@ -1,0 +1,137 @@
+"""Floors: each module names its own, imports only what may lie below it, and a pure one loads without torch."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.architecture.source import FLOORS, PACKAGE, ROOT, Module, own_targets, package_modules
+
+MODULES = {module.name: module for module in package_modules()}
+# What every room of the mechanism floor may use; apart from these, rooms meet only in the strategies.
+TOOLS_OF_MECHANISM = {f"{PACKAGE}.{name}" for name in ("mesh", "comm", "blocks")}
+RAW_DISTRIBUTED = {"mesh.py", "comm.py", "checkpoint/io.py"}
+LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities")
+PRIVATE_LIGHTNING = "strategies/_compat.py"
+
+# Refuses the heavy packages however they are asked for; run before the module under test is imported.
+BLOCKED_IMPORT = """
+import importlib, sys
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics",
+                                      "transformers"}:
+            raise ImportError(f"a pure module asked for {name}")
+
+sys.meta_path.insert(0, Block())
+importlib.import_module(sys.argv[1])
+"""
+
+
+def modules_on(*floors: str) -> list[object]:
+    return [pytest.param(module, id=module.relative) for module in MODULES.values() if module.floor in floors]
+
+
+every_module = pytest.mark.parametrize("module", [pytest.param(m, id=m.relative) for m in MODULES.values()])
+
+
+def test_the_package_was_found() -> None:
+    assert {PACKAGE, f"{PACKAGE}.layout", f"{PACKAGE}.comm"} <= MODULES.keys()
+    assert {module.floor for module in MODULES.values()} == set(FLOORS)
+
+
+@every_module
+def test_docstring_names_the_floor(module: Module) -> None:
+    assert module.floor in FLOORS, f"the docstring must start with one of {', '.join(f'{f}:' for f in FLOORS)}"
+
+
+@every_module
+def test_imports_point_down(module: Module) -> None:
+    for name in own_targets(module, MODULES, with_typing=True):
+        target = MODULES[name]
+        allowed = {
+            "Pure": target.floor == "Pure",
+            "Mechanism": target.floor == "Pure"
+            or name in TOOLS_OF_MECHANISM
+            or (target.floor == "Mechanism" and target.room == module.room),
+            "Glue": True,
+        }
+        assert allowed[module.floor], f"{module.floor} {module.name} imports {target.floor} {name}"
+
+
+def test_imports_have_no_cycle() -> None:
+    graph = {name: own_targets(module, MODULES, with_typing=False) for name, module in MODULES.items()}
+    try:
+        list(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+@every_module
+def test_foreign_imports_fit_the_floor(module: Module) -> None:
+    for entry in module.imports:
+        if entry.within("torch"):
+            assert module.floor != "Pure", f"line {entry.line}: a pure module imports {entry.full}"
+        if any(entry.within(package) for package in LIGHTNING):
+            assert module.floor == "Glue", f"line {entry.line}: only glue imports {entry.full}"
+
+
+@every_module
+def test_raw_collectives_stay_in_three_files(module: Module) -> None:
+    if module.relative in RAW_DISTRIBUTED:
+        return
+    imported = [f"line {entry.line}: {entry.full}" for entry in module.imports if entry.within("torch.distributed")]
+    reached = [
+        f"line {node.lineno}: torch.distributed"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr == "distributed"
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "torch"
+    ]
+    assert not imported + reached
+
+
+@every_module
+def test_private_names_of_lightning_stay_in_one_file(module: Module) -> None:
+    if module.relative == PRIVATE_LIGHTNING:
+        return
+    private = [
+        f"line {entry.line}: {entry.full}"
+        for entry in module.imports
+        if any(entry.within(package) for package in LIGHTNING)
+        and any(part.startswith("_") and not part.startswith("__") for part in entry.full.split("."))
+    ]
+    assert not private
+
+
+@pytest.mark.parametrize("module", modules_on("Pure"))
+def test_pure_module_loads_without_torch(module: Module) -> None:
+    _import_without_torch(module.name)
+
+
+def test_the_package_itself_loads_without_torch() -> None:
+    _import_without_torch(PACKAGE)
+
+
+def test_the_import_block_works() -> None:
+    with pytest.raises(AssertionError, match="a pure module asked for torch"):
+        _import_without_torch(f"{PACKAGE}.comm")
+
+
+def _import_without_torch(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED_IMPORT, name],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
