@@ -1,0 +1,360 @@
+"""Mechanism: collectives and point-to-point over an explicit group. The only place that calls them raw.
+
+A group of None, or of one rank, communicates nothing and copies nothing. Tensors that a caller passes are left as they
+are unless the function's name ends in an underscore. The differentiable pairs are those of tensor parallelism
+(Shoeybi et al. 2019, figure 3: f and g) and of sequence parallelism (Korthikanti et al. 2022, figure 5: g and g-bar);
+each function's backward is the forward of its partner, so second derivatives exist too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+__all__ = [
+    "ProcessGroup",
+    "SendRecv",
+    "Work",
+    "all_gather_dim",
+    "all_gather_into",
+    "all_reduce_",
+    "broadcast_",
+    "broadcast_object",
+    "chunk_sizes",
+    "copy_to_group",
+    "exchange",
+    "gather_from_group",
+    "gather_objects",
+    "gather_sequence",
+    "group_rank",
+    "group_size",
+    "reduce_from_group",
+    "reduce_from_group_",
+    "reduce_scatter_dim",
+    "reduce_scatter_into",
+    "reduce_scatter_sequence",
+    "scatter_sequence",
+    "split_to_group",
+]
+
+Op = Literal["sum", "max", "min"]
+
+
+def group_size(group: ProcessGroup | None) -> int:
+    """Number of ranks; 1 for no group."""
+    return 1 if group is None else group.size()
+
+
+def group_rank(group: ProcessGroup | None) -> int:
+    """Index of this process in the group; 0 for no group."""
+    return 0 if group is None else group.rank()
+
+
+def chunk_sizes(total: int, ranks: int) -> list[int]:
+    """Sizes that ``torch.chunk`` gives ``ranks`` parts of ``total``: equal ones, then a shorter one, then zeros.
+
+    >>> chunk_sizes(5, 4)
+    [2, 2, 1, 0]
+    """
+    step = -(-total // ranks)
+    return [max(0, min(step, total - rank * step)) for rank in range(ranks)]
+
+
+def all_reduce_(tensor: Tensor, group: ProcessGroup | None, op: Op = "sum", async_op: bool = False) -> Work | None:
+    """Reduce ``tensor`` in place over the group.
+
+    Returns:
+        A handle to wait for when ``async_op`` and there is something to do, else None.
+
+    Raises:
+        AssertionError: the tensor is not contiguous; backends would write outside of it.
+    """
+    if group is None or group.size() == 1:
+        return None
+    _check_contiguous(tensor)
+    reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.MIN
+    return dist.all_reduce(tensor, op=reduce_op, group=group, async_op=async_op)
+
+
+def all_gather_into(output: Tensor, tensor: Tensor, group: ProcessGroup | None, async_op: bool = False) -> Work | None:
+    """Write every rank's equally large ``tensor`` behind one another into ``output`` (contiguous, ranks times larger).
+
+    Returns:
+        A handle to wait for when ``async_op`` and there is something to do, else None.
+    """
+    if group is None or group.size() == 1:
+        output.copy_(tensor.view_as(output))
+        return None
+    _check_contiguous(output)
+    # The newer name exists from torch 2.13 on, where the older one warns on every call.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, tensor.contiguous(), group=group, async_op=async_op)
+
+
+def reduce_scatter_into(output: Tensor, tensor: Tensor, group: ProcessGroup | None) -> None:
+    """Sum ``tensor`` (contiguous, one equal slice per rank) over the group; ``output`` receives this rank's slice."""
+    if group is None or group.size() == 1:
+        output.copy_(tensor.view_as(output))
+        return
+    _check_contiguous(output)
+    tensor = tensor.contiguous()
+    if tensor.device.type == "cpu":
+        # Gloo reduce-scatters by a whole all-reduce, or not at all; exchanging slices takes a third of the CPU time.
+        received = torch.empty_like(tensor)
+        dist.all_to_all_single(received, tensor, group=group)
+        torch.sum(received.view(group.size(), -1), 0, out=output.view(-1))
+        return
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(output, tensor, group=group)
+
+
+def broadcast_(tensor: Tensor, src_global: int, group: ProcessGroup | None, async_op: bool = False) -> Work | None:
+    """Overwrite ``tensor`` with that of the rank whose global rank is ``src_global``."""
+    if group is None or group.size() == 1:
+        return None
+    _check_contiguous(tensor)
+    return dist.broadcast(tensor, src=src_global, group=group, async_op=async_op)
+
+
+def gather_objects(obj: Any, group: ProcessGroup | None) -> list[Any]:
+    """Every rank's (picklable) object, in rank order, on every rank. Waits for the device: not for the step."""
+    if group is None or group.size() == 1:
+        return [obj]
+    objects: list[Any] = [None] * group.size()
+    dist.all_gather_object(objects, obj, group=group)
+    return objects
+
+
+def broadcast_object(obj: Any, src: int, group: ProcessGroup | None) -> Any:
+    """The (picklable) object of the rank whose global rank is ``src``, on every rank. Waits for the device."""
+    if group is None or group.size() == 1:
+        return obj
+    objects = [obj]
+    dist.broadcast_object_list(objects, src=src, group=group)
+    return objects[0]
+
+
+@dataclass(frozen=True)
+class SendRecv:
+    """One transfer of :func:`exchange`: ``tensor`` is sent to, or overwritten by, the global rank ``peer``."""
+
+    tensor: Tensor
+    peer: int
+    send: bool
+
+
+def exchange(ops: Sequence[SendRecv], group: ProcessGroup | None) -> list[Work]:
+    """Start all transfers as one batch, in which sends and receives cannot block one another.
+
+    Transfers between the same two ranks in the same direction pair up in the order in which they stand. Tensors must
+    live, and sent ones stay unchanged, until every returned handle has been waited for.
+    """
+    if not ops:
+        return []
+    batch = []
+    for transfer in ops:
+        if transfer.send:
+            batch.append(dist.P2POp(dist.isend, transfer.tensor.contiguous(), transfer.peer, group))
+        else:
+            _check_contiguous(transfer.tensor)
+            batch.append(dist.P2POp(dist.irecv, transfer.tensor, transfer.peer, group))
+    return list(dist.batch_isend_irecv(batch))
+
+
+def all_gather_dim(x: Tensor, group: ProcessGroup | None, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+    """Concatenate every rank's ``x`` along ``dim``; ``sizes`` are the ranks' sizes there when they are not all equal.
+
+    Not differentiable: see :func:`gather_from_group` and :func:`gather_sequence`.
+    """
+    ranks = group_size(group)
+    if ranks == 1:
+        return x
+    dim %= x.dim()
+    largest = x.shape[dim] if sizes is None else max(sizes)
+    if sizes is not None:
+        _check_sizes(sizes, ranks, x.shape[dim], group_rank(group), dim)
+    if x.shape[dim] < largest:  # backends gather equal tensors only
+        padded = x.new_zeros((*x.shape[:dim], largest, *x.shape[dim + 1 :]))
+        padded.narrow(dim, 0, x.shape[dim]).copy_(x)
+        x = padded
+    out = x.new_empty((ranks, *x.shape))
+    all_gather_into(out, x, group)
+    if sizes is not None and min(sizes) < largest:
+        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(out.unbind(0), sizes, strict=True)], dim)
+    if dim == 0:
+        return out.flatten(0, 1)
+    return torch.cat(out.unbind(0), dim)
+
+
+def reduce_scatter_dim(x: Tensor, group: ProcessGroup | None, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+    """Sum ``x`` over the group and keep this rank's slice of ``dim``; slices are ``sizes`` or torch.chunk's.
+
+    Not differentiable: see :func:`reduce_scatter_sequence`.
+    """
+    ranks = group_size(group)
+    if ranks == 1:
+        return x
+    dim %= x.dim()
+    parts = chunk_sizes(x.shape[dim], ranks) if sizes is None else list(sizes)
+    mine, largest = parts[group_rank(group)], max(parts)
+    if min(parts) == largest:
+        packed = x if dim == 0 else torch.stack(x.split(largest, dim))
+    else:
+        packed = x.new_zeros((ranks, *x.shape[:dim], largest, *x.shape[dim + 1 :]))
+        for slot, part in zip(packed.unbind(0), x.split(parts, dim), strict=True):
+            slot.narrow(dim, 0, part.shape[dim]).copy_(part)
+    out = x.new_empty((*x.shape[:dim], largest, *x.shape[dim + 1 :]))
+    reduce_scatter_into(out, packed, group)
+    return out if mine == largest else out.narrow(dim, 0, mine)
+
+
+def copy_to_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Hand ``x``, equal on every rank, to split computation: forward identity, backward all-reduce."""
+    return x if group_size(group) == 1 else _CopyToGroup.apply(x, group)
+
+
+def reduce_from_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Sum the ranks' partial results: forward all-reduce, backward identity."""
+    return x if group_size(group) == 1 else _ReduceFromGroup.apply(x, group, False)
+
+
+def reduce_from_group_(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """:func:`reduce_from_group` that overwrites ``x``, for a tensor that nobody else sees."""
+    return x if group_size(group) == 1 else _ReduceFromGroup.apply(x, group, x.is_contiguous())
+
+
+def gather_from_group(x: Tensor, group: ProcessGroup | None, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+    """Concatenate the ranks' slices for computation that is equal on every rank: forward all-gather, backward slice.
+
+    Args:
+        x: this rank's slice.
+        group: tensor group.
+        dim: dimension that is split.
+        sizes: every rank's size along ``dim`` when they are not all equal.
+    """
+    return x if group_size(group) == 1 else _GatherFromGroup.apply(x, group, dim, sizes)
+
+
+def split_to_group(x: Tensor, group: ProcessGroup | None, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+    """This rank's slice of ``x``, which is equal on every rank: forward slice, backward all-gather.
+
+    Slices are ``sizes`` or those of ``torch.chunk``.
+    """
+    if group_size(group) == 1:
+        return x
+    return _SplitToGroup.apply(x, group, dim, sizes or chunk_sizes(x.shape[dim], group_size(group)))
+
+
+def scatter_sequence(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
+    """Enter a sequence-parallel region with ``x`` equal on every rank: forward slice, backward all-gather."""
+    return split_to_group(x, group, dim)
+
+
+def gather_sequence(x: Tensor, group: ProcessGroup | None, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+    """From a sequence-parallel region to split computation: forward all-gather, backward reduce-scatter."""
+    return x if group_size(group) == 1 else _GatherSequence.apply(x, group, dim, sizes)
+
+
+def reduce_scatter_sequence(
+    x: Tensor, group: ProcessGroup | None, dim: int, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """From partial results to a sequence-parallel region: forward reduce-scatter, backward all-gather."""
+    if group_size(group) == 1:
+        return x
+    return _ReduceScatterSequence.apply(x, group, dim, sizes or chunk_sizes(x.shape[dim], group_size(group)))
+
+
+class _CopyToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # Not in place: autograd may hand the same gradient to other nodes, or an expanded one.
+        return _ReduceFromGroup.apply(grad, ctx.group, False), None
+
+
+class _ReduceFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, inplace: bool) -> Tensor:
+        ctx.group = group
+        if inplace:
+            ctx.mark_dirty(x)
+        else:
+            x = x.clone(memory_format=torch.contiguous_format)
+        all_reduce_(x, group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _CopyToGroup.apply(grad, ctx.group), None, None
+
+
+class _GatherFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int] | None) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        ctx.sizes = [x.shape[dim]] * group.size() if sizes is None else sizes
+        return all_gather_dim(x, group, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _SplitToGroup.apply(grad, ctx.group, ctx.dim, ctx.sizes), None, None, None
+
+
+class _SplitToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int]) -> Tensor:
+        _check_sizes(sizes, group.size(), None, group.rank(), dim)
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        return x.split(list(sizes), dim)[group.rank()].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _GatherFromGroup.apply(grad, ctx.group, ctx.dim, ctx.sizes), None, None, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int] | None) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        ctx.sizes = [x.shape[dim]] * group.size() if sizes is None else sizes
+        return all_gather_dim(x, group, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _ReduceScatterSequence.apply(grad, ctx.group, ctx.dim, ctx.sizes), None, None, None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int]) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        return reduce_scatter_dim(x, group, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _GatherSequence.apply(grad, ctx.group, ctx.dim, ctx.sizes), None, None, None
+
+
+def _check_contiguous(tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise AssertionError(
+            f"a tensor that is communicated in place must be contiguous, got shape {tuple(tensor.shape)} "
+            f"with strides {tensor.stride()}"
+        )
+
+
+def _check_sizes(sizes: Sequence[int], ranks: int, mine: int | None, rank: int, dim: int) -> None:
+    if len(sizes) != ranks:
+        raise ValueError(f"sizes must name one size for each of {ranks} ranks, got {len(sizes)}")
+    if mine is not None and sizes[rank] != mine:
+        raise ValueError(f"sizes says that rank {rank} holds {sizes[rank]} along dimension {dim}, but it holds {mine}")
