@@ -20,9 +20,9 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from tests.harness.process import end, worker_environment
 from tests.harness.protocol import Call, Finish, Idle, Launch, Raised, Returned, address_of, receive, send
 
-ROOT = Path(__file__).resolve().parents[2]
 MAX_WORKERS = 8
 START_LIMIT = 120.0
 GRACE = 3.0
@@ -59,19 +59,11 @@ class Worker:
         self.stacks = folder / "stacks.txt"
         self.output = folder / "output.txt"
         self.connection, theirs = Pipe()
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-            "CUDA_VISIBLE_DEVICES": "",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
         with theirs, self.output.open("wb") as output:
             # A session of its own makes the worker and whatever it starts one process group, killed as one.
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.harness.worker", str(theirs.fileno()), str(self.stacks)],
-                env=environment,
+                env=worker_environment(),
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -97,9 +89,7 @@ class Worker:
 
     def kill(self) -> None:
         """End the process and all it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        end(self.process)
         self.connection.close()
 
 

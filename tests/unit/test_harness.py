@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
-from tests.harness import Ranks, RanksFailed, RanksHung, WorkerPool
+from tests.harness import Ranks, RanksFailed, RanksHung, WorkerPool, run_python
 
 
 def sum_over_ranks(rank: int, world_size: int, scale: float) -> tuple[int, int, torch.Tensor]:
@@ -34,10 +37,10 @@ def wait_for_nobody(rank: int, world_size: int) -> None:
         dist.recv(torch.empty(1), src=0)
 
 
-def spin_with_child(rank: int, world_size: int) -> None:
-    if os.fork() == 0:
-        time.sleep(60)
-    time.sleep(60)
+def hang_with_child(rank: int, world_size: int, pid_file: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    pid_file.write_text(str(child.pid))
+    child.wait()
 
 
 def raise_on_last(rank: int, world_size: int) -> None:
@@ -146,18 +149,27 @@ def test_failed_workers_are_replaced_and_good_ones_kept(ranks: Ranks) -> None:
     assert not {state["pid"] for state in ranks(2, read_process_state)} & set(first)
 
 
-def test_nothing_survives_a_hang_or_a_closed_pool() -> None:
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is more than an entry that its parent has not yet collected."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+def test_nothing_survives_a_hang_or_a_closed_pool(tmp_path: Path) -> None:
     pool = WorkerPool()
     pool(1, read_process_state)
     hung = pool.pids()
     with pytest.raises(RanksHung):
-        pool(1, spin_with_child, timeout=1)
+        pool(1, hang_with_child, tmp_path / "pid", timeout=2)
     pool(1, read_process_state)
-    alive = pool.pids()
+    idle = pool.pids()
+    assert [is_running(pid) for pid in idle] == [True]
     pool.close()
-    for group in hung + alive:
-        with pytest.raises(ProcessLookupError):
-            os.killpg(group, 0)
+    child = int((tmp_path / "pid").read_text())
+    assert not [pid for pid in [*hung, *idle, child] if is_running(pid)]
 
 
 def test_calls_leave_no_traces(ranks: Ranks) -> None:
@@ -192,3 +204,23 @@ def test_worker_functions_must_be_importable(ranks: Ranks) -> None:
 def test_parent_does_not_join_any_group(ranks: Ranks) -> None:
     ranks(1, read_process_state)
     assert not dist.is_initialized()
+
+
+SCRIPT_WITH_CHILD = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+print(f"child {child.pid}", flush=True)
+child.wait()
+"""
+
+
+def test_script_returns_its_code_and_output(tmp_path: Path) -> None:
+    code = "import os, sys; print(os.getcwd()); print('bad', file=sys.stderr); sys.exit(3)"
+    done = run_python(["-c", code], cwd=tmp_path, timeout=30)
+    assert (done.returncode, done.output.split()) == (3, [str(tmp_path), "bad"])
+
+
+def test_hung_script_is_ended_with_its_children(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"hang: -c did not end within 2 s\nchild \d+") as caught:
+        run_python(["-c", SCRIPT_WITH_CHILD], cwd=tmp_path, timeout=2)
+    assert not is_running(int(str(caught.value).split()[-1]))
