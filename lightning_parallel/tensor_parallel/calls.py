@@ -1,0 +1,165 @@
+"""Mechanism: arguments with which a module of a user's model can be called, from its signature or from its callers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_parallel.tensor_parallel.rehearsal import Call, Mismatch, clone_module, tensors_in
+
+__all__ = ["Material", "captured_call", "direct_calls", "forward_names", "random_module"]
+
+# Small and without common factors, so that a view over the wrong dimensions does not fit by accident.
+_BATCH, _SEQUENCE = 3, 5
+_SEED = 20240229
+_SAME_INPUT = ("q", "k", "v", "query", "key", "value", "queries", "keys", "values")
+_SECOND_INPUT = ("context", "memory", "encoder_hidden_states", "cond", "kv", "y", "z")
+
+
+@dataclass(frozen=True)
+class Material:
+    """Where and in which precision a rehearsal's tensors live."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def random(self, shape: torch.Size | tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Normal numbers, or nothing but a shape on the meta device."""
+        if self.device.type == "meta":
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return torch.randn(shape, dtype=self.dtype, generator=generator)
+
+    def like(self, tensor: Tensor, generator: torch.Generator) -> Tensor:
+        """Values for a tensor of which only shape and dtype are known: no mask may hide everything."""
+        if tensor.is_floating_point():
+            return self.random(tensor.shape, generator)
+        if tensor.is_complex():
+            return torch.complex(self.random(tensor.shape, generator), self.random(tensor.shape, generator))
+        if tensor.dtype == torch.bool:
+            return torch.ones(tensor.shape, dtype=torch.bool, device=self.device).tril()
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=self.device)
+
+
+def random_module(module: nn.Module, material: Material) -> nn.Module:
+    """A copy of ``module`` with random parameters of ordinary size; buffers keep their values where they have some."""
+    generator = torch.Generator().manual_seed(_SEED)
+
+    def convert(name: str, old: Tensor) -> Tensor:
+        if isinstance(old, nn.Parameter):
+            if not old.is_floating_point():
+                raise Mismatch(f"its parameter {name!r} is of type {old.dtype}")
+            noise = material.random(old.shape, generator)
+            if old.dim() < 2:
+                return nn.Parameter(noise * 0.1 + (0.0 if name.endswith("bias") else 1.0))
+            return nn.Parameter(noise / old.shape[-1] ** 0.5)
+        if old.is_meta or material.device.type == "meta":
+            dtype = material.dtype if old.is_floating_point() else old.dtype
+            return torch.ones(old.shape, dtype=dtype, device=material.device)
+        kept = old.detach().to(material.device).clone()
+        return kept.to(material.dtype) if kept.is_floating_point() else kept
+
+    return clone_module(module, convert)
+
+
+def forward_names(module: nn.Module) -> tuple[str, ...]:
+    """Names of the positional parameters of the module's forward."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in inspect.signature(module.forward).parameters.values() if p.kind in kinds)
+
+
+def direct_calls(module: nn.Module, width: int, second_width: int, material: Material) -> Iterator[Call]:
+    """Calls that the signature alone suggests: activations of shape (3, 5, width), and None for masks."""
+    generator = torch.Generator().manual_seed(_SEED)
+    x = material.random((_BATCH, _SEQUENCE, width), generator)
+    second = material.random((_BATCH, _SEQUENCE, second_width), generator)
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    args: list[Any] = []
+    for parameter in inspect.signature(module.forward).parameters.values():
+        wanted = parameter.default is inspect.Parameter.empty or parameter.name in _SAME_INPUT
+        if parameter.kind not in kinds or (not wanted and args):
+            continue
+        if not args or parameter.name in _SAME_INPUT:
+            args.append(x if not args or second_width == width else second)
+        elif parameter.name in _SECOND_INPUT:
+            args.append(second)
+        elif "mask" in parameter.name:
+            args.append(None)
+        else:
+            return
+    if args:
+        yield Call(tuple(args))
+
+
+def captured_call(model: nn.Module, name: str, width: int, material: Material) -> Call | None:
+    """The call that the modules around ``name`` make, found by running them on fake tensors; None when none runs.
+
+    The model's ``example_input_array`` is tried first; then, from the inside out, every module around it with
+    activations, and with token numbers.
+    """
+    parents = [name]
+    while parents[-1]:
+        parents.append(parents[-1].rpartition(".")[0])
+    example = getattr(model, "example_input_array", None)
+    attempts: list[tuple[str, Callable[[], tuple[Any, ...]]]] = []
+    if example is not None:
+        attempts.append(("", lambda: example if isinstance(example, tuple) else (example,)))
+    for parent in parents[1:]:
+        attempts.append((parent, lambda: (torch.empty(_BATCH, _SEQUENCE, width),)))
+        attempts.append((parent, lambda: (torch.zeros(_BATCH, _SEQUENCE, dtype=torch.long),)))
+    for parent, make_args in attempts:
+        found = _capture(model.get_submodule(parent), name[len(parent) :].lstrip("."), make_args)
+        if found is not None:
+            return _materialised(found, material)
+    return None
+
+
+class _Reached(Exception):
+    """Ends a capturing run as soon as the module is called."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.call = call
+
+
+def _capture(parent: nn.Module, inner: str, make_args: Callable[[], tuple[Any, ...]]) -> Call | None:
+    def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise _Reached(Call(args, kwargs))
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.random.fork_rng(devices=[]):
+        try:
+            clone = clone_module(parent, lambda _, old: _fake(mode, old)).eval()
+            clone.get_submodule(inner).register_forward_pre_hook(stop, with_kwargs=True)
+            clone(*make_args())
+        except _Reached as reached:
+            return reached.call
+        except Exception:  # the boundary to code that is not ours: this way of calling it does not work
+            return None
+    return None
+
+
+def _fake(mode: FakeTensorMode, old: Tensor) -> Tensor:
+    with mode:
+        new = torch.empty(old.shape, dtype=old.dtype, device="cpu")
+    return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+
+
+def _materialised(call: Call, material: Material) -> Call:
+    generator = torch.Generator().manual_seed(_SEED)
+    made = {id(t): material.like(t, generator) for t in tensors_in((call.args, call.kwargs))}
+
+    def real(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return made[id(value)]
+        if type(value) in (tuple, list):
+            return type(value)(real(item) for item in value)
+        if type(value) is dict:
+            return {key: real(item) for key, item in value.items()}
+        return value
+
+    return Call(tuple(real(value) for value in call.args), {key: real(value) for key, value in call.kwargs.items()})

@@ -1,0 +1,167 @@
+"""Mechanism: find how each region's forward runs on local shapes, and prove it by rehearsal."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from lightning_parallel.tensor_parallel.calls import (
+    Material,
+    captured_call,
+    direct_calls,
+    forward_names,
+    random_module,
+)
+from lightning_parallel.tensor_parallel.heads import patch_sets
+from lightning_parallel.tensor_parallel.rehearsal import Bench, Call, Mismatch, Rehearsal, Trial
+from lightning_parallel.tensor_parallel.rules import HeadPatch, ModuleRule, Region
+from lightning_parallel.tensor_parallel.styles import Heads
+
+__all__ = ["Subject", "Uncallable", "fit_region", "structure_key"]
+
+_log = logging.getLogger(__name__)
+_LARGEST = 64_000_000
+
+
+class Uncallable(Exception):
+    """No arguments are known with which the region's module runs."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A region of a model with what the plan does to its layers."""
+
+    model: nn.Module
+    region: Region
+    rules: Mapping[str, ModuleRule]
+    heads: Heads | None
+    ranks: int
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that holds the region."""
+        return self.model.get_submodule(self.region.name)
+
+    def relative(self, name: str) -> str:
+        """A full name as seen from the region's module."""
+        return name[len(self.region.name) :].lstrip(".") if self.region.name else name
+
+    def absolute(self, name: str) -> str:
+        """The full name of a relative one."""
+        return ".".join(part for part in (self.region.name, name) if part)
+
+    def bench(self) -> Bench:
+        """Relative names and shards for a rehearsal."""
+        region = self.region
+        shards = {
+            self.relative(f"{name}.{leaf}"): spec
+            for name in (*region.columns, region.row)
+            for leaf, spec in self.rules[name].shards
+        }
+        return Bench(self.ranks, tuple(map(self.relative, region.columns)), self.relative(region.row), shards)
+
+    def inner_modules(self) -> dict[str, nn.Module]:
+        """Modules of the region whose attributes may hold head counts: all but the layers of the plan."""
+        layers = {self.relative(name) for name in (*self.region.columns, self.region.row)}
+        return {name: module for name, module in self.module.named_modules() if name not in layers}
+
+    def input_width(self, place: int) -> int:
+        """Input size of one of the region's columns."""
+        name = self.region.columns[place]
+        weight = self.model.get_submodule(name).weight
+        assert isinstance(weight, nn.Parameter), "a Linear has a weight"
+        return int(weight.shape[1 - self.rules[name].shards[0][1].dim])
+
+
+def fit_region(subject: Subject) -> Region:
+    """The region with the fewest changes under which the ranks together compute what the whole module computes.
+
+    Values are compared in double precision for regions of up to 64M parameters, shapes alone for larger ones.
+
+    Raises:
+        Uncallable: the module cannot be called on its own.
+        Mismatch: no set of changes works; the text is about the most promising one.
+    """
+    rehearsal = _rehearsal(subject)
+    best: Mismatch | None = None
+    for trial in _trials(subject, rehearsal):
+        try:
+            rehearsal.check(trial)
+            partial = rehearsal.partial_parameters(trial)
+        except Mismatch as error:
+            # The head counts alone are what a user would expect to change: tell why that is not enough.
+            if best is None or (trial.patches and not trial.stand_in and not trial.local_views):
+                best = error
+            continue
+        meta = next(rehearsal.module.parameters()).is_meta
+        if meta:
+            _log.info("region %r is too large to compare values: only shapes were checked", subject.region.name)
+        return replace(
+            subject.region,
+            patches=tuple(replace(patch, module=subject.absolute(patch.module)) for patch in trial.patches),
+            shared=tuple(tuple(map(subject.absolute, names)) for names in rehearsal.shared_columns()),
+            stand_in=trial.stand_in,
+            local_views=trial.local_views,
+            partial=tuple(map(subject.absolute, partial)),
+            random=rehearsal.draws_random_numbers,
+            evidence="shapes" if meta else "checked",
+        )
+    assert best is not None, "there is always a trial without changes"
+    raise best
+
+
+def structure_key(subject: Subject) -> object:
+    """Equal for regions that differ in nothing that a fit depends on, such as the same module in another block."""
+    module, region = subject.module, subject.region
+    layers = tuple((name, type(child), _plain_attributes(child)) for name, child in module.named_modules())
+    shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters(remove_duplicate=False))
+    bench = subject.bench()
+    shards = tuple(sorted((name, spec) for name, spec in bench.shards.items()))
+    return layers, shapes, bench.columns, bench.row, shards, type(region)
+
+
+def _plain_attributes(module: nn.Module) -> tuple[tuple[str, object], ...]:
+    return tuple(
+        (key, value)
+        for key, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str)) and "layer" not in key
+    )
+
+
+def _rehearsal(subject: Subject) -> Rehearsal:
+    size = sum(p.numel() for p in subject.module.parameters())
+    cpu = torch.device("cpu")
+    materials = [Material(cpu, torch.float64), Material(cpu, torch.float32)]
+    if size > _LARGEST:
+        materials = [Material(torch.device("meta"), torch.float32)]
+    reason: Mismatch | None = None
+    for material in materials:
+        for call in _calls(subject, material):
+            try:
+                copy = random_module(subject.module, material)
+                return Rehearsal(copy, subject.bench(), call, forward_names(subject.module))
+            except Mismatch as error:
+                reason = error
+    kind = type(subject.module).__name__
+    raise Uncallable(f"{kind} could not be run on its own ({reason or 'its arguments are not known'})") from reason
+
+
+def _calls(subject: Subject, material: Material) -> Iterator[Call]:
+    width = subject.input_width(0)
+    yield from direct_calls(subject.module, width, subject.input_width(-1), material)
+    call = captured_call(subject.model, subject.region.name, width, material) if subject.region.name else None
+    if call is not None:
+        yield call
+
+
+def _trials(subject: Subject, rehearsal: Rehearsal) -> Iterator[Trial]:
+    sets: list[tuple[HeadPatch, ...]] = list(patch_sets(subject.inner_modules(), subject.heads, subject.ranks))
+    yield from (Trial(patches) for patches in sets)
+    stand_in = rehearsal.stand_in_names()
+    if stand_in and all(subject.input_width(i) % subject.ranks == 0 for i in range(len(subject.region.columns))):
+        yield from (Trial(patches, stand_in) for patches in sets)
+    yield from (Trial(patches, local_views=True) for patches in sets)
