@@ -1,0 +1,138 @@
+"""Mechanism: the process groups of one layout. The only place that makes groups; a `Mesh` is always an argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lightning_parallel.layout import Coordinate, ParallelLayout
+
+__all__ = ["Mesh", "build_mesh"]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this rank stands in a layout, and the groups it communicates in.
+
+    A group of one rank is None: nothing is ever sent in it.
+
+    Attributes:
+        layout: sizes of the dimensions.
+        rank: global rank of this process.
+        device: device of the tensors that travel in the groups.
+        world: every rank.
+        tensor: ranks that hold slices of the same layers.
+        data: ranks that hold the same slice for other samples.
+        pipeline: one rank per stage, for collectives between the stages of a replica.
+        boundary: the same ranks as `pipeline`, for activations and their gradients only, so that point-to-point
+            traffic never interleaves with collectives.
+        control: the same ranks on a host-side (gloo) group, for shapes and other Python values: reading them never
+            waits for the device.
+        model: every rank of one replica (tensor x pipeline).
+        data_control: the data ranks on a host-side group.
+    """
+
+    layout: ParallelLayout
+    rank: int
+    device: torch.device
+    world: dist.ProcessGroup | None = None
+    tensor: dist.ProcessGroup | None = None
+    data: dist.ProcessGroup | None = None
+    pipeline: dist.ProcessGroup | None = None
+    boundary: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None
+    model: dist.ProcessGroup | None = None
+    data_control: dist.ProcessGroup | None = None
+    stage_pairs: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+
+    @property
+    def coordinate(self) -> Coordinate:
+        """Coordinate of this rank."""
+        return self.layout.coordinate(self.rank)
+
+    @property
+    def stage(self) -> int:
+        """Pipeline stage of this rank."""
+        return self.coordinate.pipeline
+
+    @property
+    def tensor_rank(self) -> int:
+        """Index of this rank in its tensor group."""
+        return self.coordinate.tensor
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank's replica."""
+        return self.coordinate.data
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.stage == self.layout.pipeline - 1
+
+    def rank_of_stage(self, stage: int) -> int:
+        """Global rank of another stage of the same replica and tensor index."""
+        here = self.coordinate
+        return self.layout.rank_of(pipeline=stage, data=here.data, tensor=here.tensor)
+
+
+def _subset(
+    groups: tuple[tuple[int, ...], ...], rank: int, timeout: timedelta | None, backend: str | None = None
+) -> dist.ProcessGroup | None:
+    """Makes every group in the same order on every rank; returns the one that holds `rank`."""
+    mine = None
+    for ranks in groups:
+        if len(ranks) == 1:
+            continue
+        group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+        if rank in ranks:
+            mine = group
+    return mine
+
+
+def build_mesh(layout: ParallelLayout, device: torch.device, timeout: timedelta | None = None) -> Mesh:
+    """Makes the groups of a layout. Collective: every rank of the world calls it with the same layout.
+
+    Raises:
+        ValueError: the world has another size than the layout.
+    """
+    world_size = dist.get_world_size()
+    if layout.world_size != world_size:
+        raise ValueError(
+            f"the layout pipeline={layout.pipeline} x data={layout.data} x tensor={layout.tensor} needs "
+            f"{layout.world_size} processes, but {world_size} are running"
+        )
+    rank = dist.get_rank()
+    pipelines = layout.pipeline_groups()
+    return Mesh(
+        layout=layout,
+        rank=rank,
+        device=device,
+        world=dist.group.WORLD if world_size > 1 else None,
+        tensor=_subset(layout.tensor_groups(), rank, timeout),
+        data=_subset(layout.data_groups(), rank, timeout),
+        pipeline=_subset(pipelines, rank, timeout),
+        boundary=_subset(pipelines, rank, timeout),
+        control=_subset(pipelines, rank, timeout, backend="gloo"),
+        model=_subset(layout.model_groups(), rank, timeout),
+        data_control=_subset(layout.data_groups(), rank, timeout, backend="gloo"),
+    )
+
+
+def add_stage_groups(mesh: Mesh, owners: tuple[tuple[int, ...], ...], timeout: timedelta | None = None) -> None:
+    """Makes the groups that sum gradients of parameters owned by several stages. Collective over the world.
+
+    Args:
+        mesh: groups are added to `mesh.stage_pairs`, keyed by the tuple of stages.
+        owners: sets of stages, in the same order on every rank.
+    """
+    for stages in owners:
+        if stages in mesh.stage_pairs or len(stages) < 2:
+            continue
+        groups = tuple(tuple(ranks[s] for s in stages) for ranks in mesh.layout.pipeline_groups())
+        mine = _subset(groups, mesh.rank, timeout)
+        if mine is not None:
+            mesh.stage_pairs[stages] = mine

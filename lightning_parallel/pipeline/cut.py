@@ -1,0 +1,192 @@
+"""Mechanism: cuts a model in place for one stage and runs the user's own step on it; everything can be undone.
+
+Parameters of other stages become placeholders. Blocks of other stages return placeholders, except the one just before
+the first local block, which returns the activations received from the previous stage. After its last local block a
+stage that is not the last leaves the step through a private BaseException.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from lightning_parallel.pipeline.placeholder import (
+    PipelineCutError,
+    placeholder_like,
+    placeholder_parameter,
+    placeholders_in,
+)
+from lightning_parallel.pipeline.trace import CutPlan
+
+__all__ = ["StageCut", "StageResult"]
+
+
+class _StageDone(BaseException):
+    """Leaves the user's step after the last local block. Not an Exception: user code must not catch it."""
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What a stage got out of one run of the step.
+
+    Attributes:
+        output: return value of the step, on the last stage.
+        boundary: output of the last local block, on every other stage.
+    """
+
+    output: Any = None
+    boundary: Any = None
+
+
+class _Role:
+    """Shared by every converted block; copies of a module keep talking to the same cut."""
+
+    def __init__(self, cut: StageCut, index: int) -> None:
+        self.cut = cut
+        self.index = index
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Role:
+        return self
+
+
+class _PipelineBlock:
+    """Mixed into the class of every block while the model is cut."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        role: _Role = self.__dict__["_pipeline_role"]
+        return role.cut._call_block(role.index, super().__call__, args, kwargs)  # type: ignore[misc]
+
+
+@lru_cache(maxsize=None)
+def _pipeline_class(found: type) -> type:
+    names = {"__module__": found.__module__, "__qualname__": found.__qualname__, "__doc__": found.__doc__}
+    return type(found.__name__, (_PipelineBlock, found), names)
+
+
+class StageCut:
+    """The cut of one model at one stage.
+
+    Args:
+        root: the whole model.
+        plan: blocks and owners of every stage.
+        stage: the stage of this process.
+        device: device that placeholders report.
+        on_first_block: called before the first local block runs, for example to change the random stream.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        plan: CutPlan,
+        stage: int,
+        device: torch.device,
+        on_first_block: Callable[[], None] | None = None,
+    ) -> None:
+        self.root = root
+        self.plan = plan
+        self.stage = stage
+        self.device = device
+        self.on_first_block = on_first_block
+        self.start, self.stop = plan.bounds[stage]
+        self.is_last = stage == len(plan.bounds) - 1
+        self.foreign: dict[str, nn.Parameter] = {}  # name in the plain model -> the original parameter
+        self.stand_ins: dict[int, nn.Parameter] = {}  # id of the original parameter -> its placeholder
+        self._swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._received: Any = None
+        self._boundary: Any = None
+
+    # -------------------------------------------------------------- apply and undo
+    def apply(self) -> None:
+        """Replaces foreign parameters by placeholders, frees their data and converts the blocks."""
+        names = {id(p): n for n, p in self.root.named_parameters()}
+        for module in self.root.modules():
+            for leaf, parameter in list(module._parameters.items()):
+                if parameter is None or self.stage in self.plan.owners[names[id(parameter)]]:
+                    continue
+                module._parameters[leaf] = self._stand_in(names[id(parameter)], parameter)
+                self._swapped.append((module, leaf, parameter))
+        for original in self.foreign.values():
+            original.data = torch.empty(0, dtype=original.dtype, device=original.device)
+        for index, name in enumerate(self.plan.blocks):
+            block = self.root.get_submodule(name)
+            block.__class__ = _pipeline_class(type(block))
+            block.__dict__["_pipeline_role"] = _Role(self, index)
+
+    def _stand_in(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        if id(parameter) not in self.stand_ins:
+            self.stand_ins[id(parameter)] = placeholder_parameter(parameter, name, self.device)
+            self.foreign[name] = parameter
+        return self.stand_ins[id(parameter)]
+
+    def restore(self) -> None:
+        """Puts the original parameters (their data is up to the caller) and block classes back."""
+        for name in self.plan.blocks:
+            block = self.root.get_submodule(name)
+            if block.__dict__.pop("_pipeline_role", None) is not None:
+                block.__class__ = type(block).__mro__[2]
+        for module, leaf, original in self._swapped:
+            original.requires_grad_(module._parameters[leaf].requires_grad)  # type: ignore[union-attr]
+            module._parameters[leaf] = original
+        self._swapped.clear()
+        self.foreign.clear()
+        self.stand_ins.clear()
+
+    # -------------------------------------------------------------- one run of the step
+    def run(self, step: Callable[[], Any], received: Any = None) -> StageResult:
+        """Runs the user's step on this stage.
+
+        Args:
+            step: calls the user's step on one micro-batch.
+            received: what the previous stage's last block returned; None on the first stage.
+
+        Raises:
+            PipelineCutError: the step used a value of another stage, or never reached this stage's blocks.
+        """
+        self._received = received
+        try:
+            output = step()
+        except _StageDone:
+            boundary, self._boundary = self._boundary, None
+            return StageResult(boundary=boundary)
+        finally:
+            self._received = None
+        if not self.is_last:
+            raise PipelineCutError(
+                f"the step returned on stage {self.stage} without running {self.plan.blocks[self.stop - 1]}; every "
+                f"batch must pass through all {len(self.plan.blocks)} blocks"
+            )
+        strangers = placeholders_in(output)
+        if strangers:
+            raise PipelineCutError(f"the step returned a value of another stage: {strangers[0]!r}")
+        return StageResult(output=output)
+
+    def _call_block(
+        self, index: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if index < self.start:
+            return self._foreign_output(index)
+        name = self.plan.blocks[index]
+        if index >= self.stop:
+            raise PipelineCutError(f"{name} was called on stage {self.stage} before {self.plan.blocks[self.stop - 1]}")
+        strangers = placeholders_in((args, kwargs))
+        if strangers:
+            raise PipelineCutError(f"{name} on stage {self.stage} received a value of another stage: {strangers[0]!r}")
+        if index == self.start and self.on_first_block is not None:
+            self.on_first_block()
+        out = call(*args, **kwargs)
+        if index == self.stop - 1 and not self.is_last:
+            self._boundary = out
+            raise _StageDone
+        return out
+
+    def _foreign_output(self, index: int) -> Any:
+        if index == self.start - 1:
+            return self._received
+        origin = (f"output of {self.plan.blocks[index]}",)
+        return tree_map_only(torch.Tensor, lambda t: placeholder_like(t, origin), self._received)

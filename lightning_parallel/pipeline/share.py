@@ -1,0 +1,120 @@
+"""Mechanism: sends a nested value from the last stage to every stage of a replica, with the fewest messages.
+
+One header on the host-side group, and one message per dtype. The structure travels only when it is new; numbers travel
+as tensors, so that a loss which changes every step does not make a new structure.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_parallel import comm
+from lightning_parallel.mesh import Mesh
+
+__all__ = ["TreeBroadcast"]
+
+_MAX_KNOWN = 256
+
+
+class TreeBroadcast:
+    """Broadcasts from the last stage; collective over the pipeline group."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.source = mesh.rank_of_stage(mesh.layout.pipeline - 1)
+        self._numbers: dict[bytes, int] = {}
+        self._structures: dict[int, bytes] = {}
+
+    def __call__(self, value: Any = None) -> Any:
+        """Returns the last stage's `value` on every stage; other stages' argument is ignored.
+
+        Tensors arrive on the mesh's device, without a graph.
+
+        Raises:
+            TypeError: the value holds something that cannot be pickled.
+        """
+        if self.mesh.pipeline is None:
+            return value
+        if self.mesh.is_last_stage:
+            self._send(value)
+            return value
+        return self._receive()
+
+    def _send(self, value: Any) -> None:
+        leaves, spec = tree_flatten(value)
+        kinds: list[Any] = []
+        tensors: list[torch.Tensor] = []
+        for leaf in leaves:
+            kind, tensor = self._encode(leaf)
+            kinds.append(kind)
+            if tensor is not None:
+                tensors.append(tensor)
+        payload = pickle.dumps((kinds, spec))
+        known = payload in self._numbers
+        number = self._numbers.setdefault(payload, len(self._numbers))
+        comm.broadcast_(torch.tensor([number, 0 if known else len(payload)]), self.source, self.mesh.control)
+        if not known:
+            comm.broadcast_(torch.frombuffer(bytearray(payload), dtype=torch.uint8), self.source, self.mesh.control)
+        for dtype in dict.fromkeys(t.dtype for t in tensors):
+            flat = torch.cat([t.flatten() for t in tensors if t.dtype == dtype])
+            comm.broadcast_(flat, self.source, self.mesh.pipeline)
+        self._forget_if_full()
+
+    def _encode(self, leaf: Any) -> tuple[Any, torch.Tensor | None]:
+        device = self.mesh.device
+        if isinstance(leaf, torch.Tensor):
+            return ("tensor", tuple(leaf.shape), leaf.dtype), leaf.detach().to(device)
+        if isinstance(leaf, float):
+            return ("float", (), torch.float64), torch.tensor([leaf], dtype=torch.float64, device=device)
+        if isinstance(leaf, int) and not isinstance(leaf, bool) and abs(leaf) < 2**62:
+            return ("int", (), torch.int64), torch.tensor([leaf], dtype=torch.int64, device=device)
+        return ("object", leaf), None
+
+    def _receive(self) -> Any:
+        header = torch.empty(2, dtype=torch.int64)
+        comm.broadcast_(header, self.source, self.mesh.control)
+        number, length = header.tolist()
+        if length:
+            buffer = torch.empty(length, dtype=torch.uint8)
+            comm.broadcast_(buffer, self.source, self.mesh.control)
+            self._structures[number] = buffer.numpy().tobytes()
+        kinds, spec = pickle.loads(self._structures[number])
+        flats: dict[torch.dtype, torch.Tensor] = {}
+        for dtype in dict.fromkeys(k[2] for k in kinds if k[0] != "object"):
+            count = sum(_numel(k[1]) for k in kinds if k[0] != "object" and k[2] == dtype)
+            flats[dtype] = torch.empty(count, dtype=dtype, device=self.mesh.device)
+            comm.broadcast_(flats[dtype], self.source, self.mesh.pipeline)
+        self._forget_if_full()
+        return tree_unflatten(_decode(kinds, flats), spec)
+
+    def _forget_if_full(self) -> None:
+        """Both sides forget at the same message, so that the numbers keep meaning the same."""
+        if max(len(self._numbers), len(self._structures)) >= _MAX_KNOWN:
+            self._numbers.clear()
+            self._structures.clear()
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _decode(kinds: list[Any], flats: dict[torch.dtype, torch.Tensor]) -> list[Any]:
+    position = dict.fromkeys(flats, 0)
+    leaves: list[Any] = []
+    for kind in kinds:
+        if kind[0] == "object":
+            leaves.append(kind[1])
+            continue
+        name, shape, dtype = kind
+        start = position[dtype]
+        position[dtype] = start + _numel(shape)
+        piece = flats[dtype][start : position[dtype]]
+        leaves.append(piece.view(shape).clone() if name == "tensor" else piece.item())
+    return leaves

@@ -1,0 +1,398 @@
+"""Glue: every private name of Lightning and torchmetrics that the package touches. A test fails loudly when one moves."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.optim.swa_utils import AveragedModel
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.data import DataLoader
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.metric import jit_distributed_available
+
+__all__ = [
+    "derive_precision",
+    "ends_dataloader",
+    "example_training_batch",
+    "forget_sigterm",
+    "forget_training_data",
+    "is_resuming",
+    "load_metrics",
+    "logged_to",
+    "loss_scale",
+    "metric_delta",
+    "metric_snapshot",
+    "metrics_of",
+    "note_sigterm",
+    "run_without_logging",
+    "running_sums",
+    "save_metrics",
+    "set_metric_delta",
+    "set_module_device",
+    "set_running_sums",
+]
+
+
+# ------------------------------------------------------------------------------------------------ logging
+def _result_owner(trainer: Trainer) -> Any:
+    """The loop whose result collection `self.log` writes to at this moment."""
+    if trainer.training:
+        return trainer.fit_loop.epoch_loop
+    if trainer.state.fn == "fit":  # validation or the sanity check inside fit
+        return trainer.fit_loop.epoch_loop.val_loop
+    if trainer.validating:
+        return trainer.validate_loop
+    if trainer.testing:
+        return trainer.test_loop
+    return None
+
+
+@contextmanager
+def logged_to(trainer: Trainer, recorder: Any) -> Iterator[Any]:
+    """Sends `self.log` calls to `recorder` instead of the result collection, which is yielded (None in predict)."""
+    owner = _result_owner(trainer)
+    if owner is None:
+        yield None
+        return
+    collection = owner._results
+    owner._results = recorder
+    try:
+        yield collection
+    finally:
+        owner._results = collection
+
+
+def ends_dataloader(trainer: Trainer, batch_idx: int, dataloader_idx: int) -> bool | None:
+    """Whether an evaluation step is the last of its dataloader; None if that cannot be told."""
+    owner = _result_owner(trainer)
+    limits = owner.max_batches
+    limit = limits[dataloader_idx] if isinstance(limits, list) else limits
+    if batch_idx + 1 >= limit or bool(owner.batch_progress.is_last_batch):
+        return True
+    return False if limit != float("inf") or owner.num_dataloaders == 1 else None
+
+
+def running_sums(collection: Any, dataloader_idx: int | None) -> dict[str, tuple[str, float, float]]:
+    """Every tensor logged this epoch for a dataloader: key -> (reduction, running value, samples so far)."""
+    return {
+        key: (item.meta.reduce_fx.__name__, float(item.value), float(getattr(item, "cumulated_batch_size", 0)))
+        for key, item in collection.items()
+        if item.is_tensor and item.meta.on_epoch and not item.has_reset and item.meta.dataloader_idx == dataloader_idx
+    }
+
+
+def set_running_sums(collection: Any, sums: dict[str, tuple[float, float]]) -> None:
+    """Replaces running values and sample counts, for keys that exist here."""
+    for key, (value, samples) in sums.items():
+        if key in collection:
+            item = collection[key]
+            item.value = torch.as_tensor(value, dtype=item.value.dtype, device=item.value.device)
+            if hasattr(item, "cumulated_batch_size"):
+                item.cumulated_batch_size = torch.as_tensor(samples, device=item.value.device)
+
+
+# ------------------------------------------------------------------------------------------------ data
+def example_training_batch(trainer: Trainer) -> Any:
+    """A batch of the kind that `training_step` will get, without consuming it.
+
+    Sets the training data up earlier than usual, as `Trainer.estimated_stepping_batches` also does.
+    """
+    loop = trainer.fit_loop
+    loop.setup_data()
+    fetcher, loader = loop._data_fetcher, loop._combined_loader
+    if loader is None or fetcher is None:
+        return None
+    prefetched = getattr(fetcher, "batches", [])
+    if prefetched:
+        return prefetched[0][0]
+    if loader._mode == "sequential":
+        return next(iter(loader.flattened[0]), None)
+    return tree_map(lambda source: next(iter(source), None), loader.iterables)
+
+
+def forget_training_data(trainer: Trainer) -> None:
+    """Undoes the early set-up, so that a resumed run sets the data up again with the loaded state."""
+    loop = trainer.fit_loop
+    if loop._data_fetcher is not None:
+        loop._data_fetcher.teardown()
+        loop._data_fetcher = None
+    loop._combined_loader = None
+
+
+class _RememberingSource(_DataLoaderSource):
+    """A data source that remembers the loaders it gave out, before Lightning rebuilds them with other samplers."""
+
+    originals: list[DataLoader[Any]]
+
+    def dataloader(self) -> Any:
+        loaders = super().dataloader()
+        leaves = loaders.flattened if isinstance(loaders, CombinedLoader) else tree_flatten(loaders)[0]
+        self.originals = [x for x in leaves if isinstance(x, DataLoader)]
+        return loaders
+
+
+def remember_loaders(trainer: Trainer) -> None:
+    """Makes `original_loader` work for the coming run."""
+    fit = trainer.fit_loop
+    for loop in (fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        source = loop._data_source
+        if not isinstance(source, _RememberingSource):
+            loop._data_source = _RememberingSource(source.instance, source.name)
+            loop._data_source.originals = []
+
+
+def original_loader(trainer: Trainer, loader: DataLoader[Any]) -> DataLoader[Any] | None:
+    """The user's own loader that Lightning rebuilt into `loader`; None if it is not known."""
+    fit = trainer.fit_loop
+    for loop in (fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        for candidate in getattr(loop._data_source, "originals", []):
+            if candidate is loader or candidate.dataset is loader.dataset:
+                return candidate
+    return None
+
+
+def seed_workers(loader: DataLoader[Any], rank: int) -> None:
+    """Seeds loader workers by replica, as `seed_everything(workers=True)` asks, before Lightning does it by rank."""
+    if int(os.environ.get("PL_SEED_WORKERS", "0")) and loader.worker_init_fn is None:
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
+
+
+def is_resuming(trainer: Trainer) -> bool:
+    """Whether a checkpoint is about to be restored, or was restored before the strategy's set-up."""
+    return bool(trainer._checkpoint_connector._loaded_checkpoint) or trainer.ckpt_path is not None
+
+
+# ------------------------------------------------------------------------------------------------ precision
+class _SpanningPrecision:
+    """Mixed into the precision plugin: norms and overflow votes span every rank that holds a part of the model."""
+
+    _span: Any
+
+    def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        self._span.clip_by_norm(self.main_params(optimizer), clip_val)  # type: ignore[attr-defined]
+
+    def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
+        scaler = getattr(self, "scaler", None)
+        if scaler is not None:
+            self._span.share_overflow(_overflow_flags(scaler, optimizer))
+        super()._after_closure(model, optimizer)  # type: ignore[misc]
+        self._span.vote(optimizer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self
+
+
+@lru_cache(maxsize=None)
+def _spanning_class(found: type[Precision]) -> type[Precision]:
+    # The name is kept because checkpoints file the plugin's state under it.
+    names = {"__module__": found.__module__, "__qualname__": found.__qualname__}
+    return type(found.__name__, (_SpanningPrecision, found), names)
+
+
+def derive_precision(plugin: Precision, span: Any) -> Precision:
+    """A copy of a precision plugin whose clipping and overflow checks go through `span`."""
+    if isinstance(plugin, _SpanningPrecision):
+        plugin._span = span
+        return plugin  # type: ignore[return-value]
+    derived = copy.copy(plugin)
+    derived.__class__ = _spanning_class(type(plugin))
+    derived._span = span  # type: ignore[attr-defined]
+    return derived
+
+
+def _overflow_flags(scaler: torch.amp.GradScaler, optimizer: Any) -> list[torch.Tensor]:
+    """The scaler's found-inf tensors for an optimizer, computing them for optimizers that unscale by themselves."""
+    optimizer = getattr(optimizer, "_optimizer", optimizer)
+    state = scaler._per_optimizer_states[id(optimizer)]
+    if not state["found_inf_per_device"]:
+        if scaler._scale is None:
+            return []
+        scaler._check_inf_per_device(optimizer)
+    if not state["found_inf_per_device"]:  # this rank holds no gradient, but takes part in the vote
+        state["found_inf_per_device"] = {scaler._scale.device: torch.zeros((), device=scaler._scale.device)}
+    return list(state["found_inf_per_device"].values())
+
+
+def loss_scale(plugin: Precision, loss: torch.Tensor) -> torch.Tensor:
+    """The loss as the precision plugin scales it before a backward pass."""
+    scaler = getattr(plugin, "scaler", None)
+    return loss if scaler is None else scaler.scale(loss)
+
+
+# ------------------------------------------------------------------------------------------------ metrics
+def _link_groups(module: torch.nn.Module) -> None:
+    for child in module.modules():
+        if isinstance(child, MetricCollection) and child._enable_compute_groups and child._groups_checked:
+            child._compute_groups_create_state_ref(copy=False)
+
+
+def metrics_of(module: torch.nn.Module) -> dict[str, Metric]:
+    """Every torchmetrics object of a module by name."""
+    return {name: child for name, child in module.named_modules() if isinstance(child, Metric)}
+
+
+def metric_snapshot(module: torch.nn.Module) -> dict[str, tuple[int, dict[str, int]]]:
+    """Update counts and lengths of list states, to tell later what an evaluation step added."""
+    return {
+        name: (m._update_count, {s: len(getattr(m, s)) for s in m._defaults if isinstance(getattr(m, s), list)})
+        for name, m in metrics_of(module).items()
+    }
+
+
+def metric_delta(module: torch.nn.Module, before: dict[str, tuple[int, dict[str, int]]]) -> dict[str, Any]:
+    """What changed in the module's metrics since a snapshot: whole tensors, and only the new entries of lists."""
+    _link_groups(module)
+    delta: dict[str, Any] = {}
+    for name, metric in metrics_of(module).items():
+        count, lengths = before.get(name, (0, {}))
+        if metric._update_count == count:
+            continue
+        states = {}
+        for state in metric._defaults:
+            value = getattr(metric, state)
+            if isinstance(value, list):
+                kept = lengths.get(state, 0) if len(value) >= lengths.get(state, 0) else 0
+                states[state] = {"keep": kept, "new": [v.detach() for v in value[kept:]]}
+            else:
+                states[state] = value.detach()
+        delta[name] = {"count": metric._update_count, "states": states, "cache": metric._forward_cache}
+    return delta
+
+
+def set_metric_delta(module: torch.nn.Module, delta: dict[str, Any]) -> None:
+    """Applies what `metric_delta` returned on another rank."""
+    metrics = metrics_of(module)
+    for name, change in delta.items():
+        metric = metrics[name]
+        for state, value in change["states"].items():
+            if isinstance(value, dict):
+                setattr(metric, state, [*getattr(metric, state)[: value["keep"]], *value["new"]])
+            else:
+                setattr(metric, state, value)
+        metric._update_count = change["count"]
+        metric._forward_cache = change["cache"]
+        metric._computed = None
+
+
+def save_metrics(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
+    """Copies of every metric's state, for a step that must not count."""
+    kept = ("_update_count", "_computed", "_forward_cache")
+    return {
+        name: copy.deepcopy({s: getattr(m, s) for s in (*m._defaults, *kept)})
+        for name, m in metrics_of(module).items()
+    }
+
+
+def load_metrics(module: torch.nn.Module, saved: dict[str, dict[str, Any]]) -> None:
+    """Puts back what `save_metrics` copied."""
+    for name, metric in metrics_of(module).items():
+        for state, value in saved[name].items():
+            setattr(metric, state, value)
+
+
+# ------------------------------------------------------------------------------------------------ signals
+def note_sigterm(trainer: Trainer) -> None:
+    """Makes Lightning stop at the next batch, as if this process had received SIGTERM."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def forget_sigterm(trainer: Trainer) -> None:
+    """The decision is taken by the rank that Lightning asks, not here."""
+    trainer._signal_connector.received_sigterm = False
+
+
+def set_module_device(module: torch.nn.Module, device: torch.device) -> None:
+    """Makes `LightningModule.device` report the device, also if it holds no parameter that could be moved."""
+    for child in module.modules():
+        if isinstance(child, LightningModule | Metric):
+            child._device = device
+
+
+def run_without_logging(module: LightningModule, step: Callable[[], Any]) -> Any:
+    """Runs a step of a copied module whose `log` does nothing."""
+
+    def ignore(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    module.__dict__["log"] = ignore
+    module.__dict__["log_dict"] = ignore
+    return step()
+
+
+def step_arguments(method: Callable[..., Any], batch: Any) -> tuple[Any, ...]:
+    """Arguments of a step for its first batch: the batch, and a batch index if the step takes one."""
+    if is_param_in_hook_signature(method, "batch_idx", min_args=2):
+        return (batch, 0)
+    return (batch,)
+
+
+def evaluation_position(trainer: Trainer, args: tuple[Any, ...]) -> tuple[int, int, Any]:
+    """(batch index, dataloader index, dataloader) of the running evaluation step."""
+    owner = _result_owner(trainer)
+    loader_idx = args[2] if len(args) > 2 else 0
+    batch_idx = args[1] if len(args) > 1 else owner.batch_progress.current.ready - 1
+    loaders = owner._combined_loader.flattened
+    return batch_idx, loader_idx, loaders[loader_idx] if loader_idx < len(loaders) else None
+
+
+# ------------------------------------------------------------------------------------------------ hooks and callbacks
+def sees_old_gradients(trainer: Trainer) -> bool:
+    """Whether user code runs while the previous step's gradients are still there."""
+    module = trainer.lightning_module
+    if is_overridden("on_before_zero_grad", module) or is_overridden("optimizer_zero_grad", module):
+        return True
+    return any(type(c).on_before_zero_grad is not Callback.on_before_zero_grad for c in trainer.callbacks)
+
+
+def module_copies(trainer: Trainer) -> list[tuple[Any, str, torch.nn.Module]]:
+    """Copies of the module that averaging callbacks made before the strategy's set-up: (holder, attribute, copy)."""
+    found: list[tuple[Any, str, torch.nn.Module]] = []
+    for callback in trainer.callbacks:
+        average = getattr(callback, "_average_model", None)
+        if isinstance(average, AveragedModel):
+            found.append((average, "module", average.module))
+        elif isinstance(average, torch.nn.Module):
+            found.append((callback, "_average_model", average))
+    return found
+
+
+def copy_module(module: torch.nn.Module, shared: dict[int, Any]) -> torch.nn.Module:
+    """A deep copy that refers to some objects (process groups) instead of copying them."""
+    return copy.deepcopy(module, shared)
+
+
+def confine_metrics(module: torch.nn.Module, group: Any) -> None:
+    """Makes torchmetrics objects add up over the replicas only, unless the user chose a group."""
+    for metric in metrics_of(module).values():
+        if metric.process_group is None:
+            metric.process_group = group
+            metric.distributed_available_fn = _available if group is not None else _unavailable
+
+
+def release_metrics(module: torch.nn.Module, group: Any) -> None:
+    """Undoes `confine_metrics`."""
+    for metric in metrics_of(module).values():
+        if metric.distributed_available_fn in (_available, _unavailable):
+            metric.process_group = None
+            metric.distributed_available_fn = jit_distributed_available
+
+
+def _available() -> bool:
+    return True
+
+
+def _unavailable() -> bool:
+    return False

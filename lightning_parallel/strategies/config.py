@@ -1,0 +1,97 @@
+"""Pure: the options of the strategies as checked, frozen data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+__all__ = ["LossConfig", "PipelineConfig", "SizeOrAuto", "TensorParallelConfig"]
+
+SizeOrAuto = int | Literal["auto"]
+LossWeight = Literal["samples", "valid_labels"] | Callable[[Any], Any]
+SCHEDULES = ("1f1b", "gpipe")
+NON_FINITE = ("ignore", "raise", "skip")
+
+
+def check_size(name: str, value: object) -> None:
+    """Raises ValueError unless a size is "auto" or an integer of at least 1."""
+    if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"{name}={value!r} is not a size; use 'auto' or an integer of at least 1")
+
+
+@dataclass(frozen=True)
+class TensorParallelConfig:
+    """How layers are split over tensor ranks.
+
+    Attributes:
+        size: ranks that share each layer; "auto" splits the devices of a node evenly between tensor and pipeline.
+        plan: "auto", or pattern of module names -> style ("colwise", "rowwise", "colwise_qkv", "vocab", ...).
+        sequence_parallel: also split activations between the split layers along the sequence.
+    """
+
+    size: SizeOrAuto = "auto"
+    plan: Literal["auto"] | Mapping[str, str] = "auto"
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        check_size("tensor_parallel_size", self.size)
+        if not isinstance(self.plan, Mapping) and self.plan != "auto":
+            raise ValueError(
+                f"plan={self.plan!r} is not a plan; use 'auto' or a mapping such as {{'layers.*.mlp.fc': 'colwise'}}"
+            )
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """How blocks are spread over stages and batches over micro-batches.
+
+    Attributes:
+        size: number of stages; "auto" splits the devices of a node evenly between tensor and pipeline.
+        micro_batches: parts that each rank's batch is split into; "auto" is 4 per stage (1 without a pipeline). A
+            batch with fewer samples gives fewer parts.
+        schedule: "1f1b" or "gpipe".
+        blocks: "auto", or the names (or one pattern) of the repeated blocks that may be spread over stages.
+        evaluation_micro_batches: the same in validation, test and prediction; 1 runs every step on the whole batch.
+    """
+
+    size: SizeOrAuto = "auto"
+    micro_batches: SizeOrAuto = "auto"
+    schedule: str = "1f1b"
+    blocks: str | Sequence[str] = "auto"
+    evaluation_micro_batches: int = 1
+
+    def __post_init__(self) -> None:
+        check_size("pipeline_parallel_size", self.size)
+        check_size("micro_batches", self.micro_batches)
+        check_size("evaluation_micro_batches", self.evaluation_micro_batches)
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule={self.schedule!r} is unknown; use one of {', '.join(SCHEDULES)}")
+
+    def micro_batches_for(self, stages: int) -> int:
+        """Number of parts of a training batch: at least 4 per stage keeps the bubble below a fifth."""
+        if self.micro_batches != "auto":
+            return self.micro_batches
+        return 1 if stages == 1 else 4 * stages
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """How losses are combined and what happens when gradients are not finite.
+
+    Attributes:
+        weight: weight of a micro-batch or replica in the mean: its "samples", its "valid_labels" (labels other than
+            -100), or a function of the batch.
+        non_finite: "ignore", "raise", or "skip" the optimizer step.
+    """
+
+    weight: LossWeight = "samples"
+    non_finite: str = "ignore"
+
+    def __post_init__(self) -> None:
+        if not callable(self.weight) and self.weight not in ("samples", "valid_labels"):
+            raise ValueError(
+                f"loss_weight={self.weight!r} is unknown; use 'samples', 'valid_labels' or a function of the batch"
+            )
+        if self.non_finite not in NON_FINITE:
+            raise ValueError(f"non_finite={self.non_finite!r} is unknown; use one of {', '.join(NON_FINITE)}")

@@ -1,0 +1,255 @@
+"""Glue: turns the user's plain module into the part of one rank, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_parallel import comm
+from lightning_parallel.blocks import resolve_blocks
+from lightning_parallel.checkpoint.consolidate import ModelShards
+from lightning_parallel.mesh import Mesh, add_stage_groups
+from lightning_parallel.parameters import ParameterTag
+from lightning_parallel.pipeline.cut import StageCut
+from lightning_parallel.pipeline.planning import observe_step, plan_pipeline
+from lightning_parallel.pipeline.trace import CutPlan
+from lightning_parallel.random_streams import random_state, set_random_state
+from lightning_parallel.strategies import _compat
+from lightning_parallel.strategies.config import PipelineConfig, TensorParallelConfig
+from lightning_parallel.tensor_parallel.parallelize import parallelize_module, shard_parameters
+from lightning_parallel.tensor_parallel.plan import resolve_plan
+from lightning_parallel.tensor_parallel.rules import TensorPlan
+
+__all__ = ["Partition", "agree", "make_partition", "materialize", "synchronize_start"]
+
+
+def agree(mesh_group: Any, work: Callable[[], Any]) -> Any:
+    """Runs something that may fail on some ranks only, and lets every rank fail with the first message.
+
+    Raises:
+        ValueError or RuntimeError: what the failing rank raised, with its rank if it was another one.
+    """
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    messages = comm.gather_objects(None if error is None else f"{type(error).__name__}: {error}", mesh_group)
+    if error is not None:
+        raise error
+    failed = [(rank, text) for rank, text in enumerate(messages) if text is not None]
+    if failed:
+        rank, text = failed[0]
+        kind = ValueError if text.startswith("ValueError") else RuntimeError
+        raise kind(f"set-up failed on rank {rank} of this run: {text}")
+    return result
+
+
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Gives modules on the meta device memory and start weights, in the order of construction.
+
+    Every rank draws the same numbers in the same order, whatever part of the model it will keep.
+
+    Raises:
+        ValueError: a module with own parameters on the meta device has no `reset_parameters`.
+    """
+    for name, child in module.named_modules():
+        own = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
+        if not any(t.is_meta for t in own):
+            continue
+        reset = getattr(child, "reset_parameters", None)
+        if not callable(reset):
+            raise ValueError(
+                f"{name or type(child).__name__} was built on the meta device and has no reset_parameters() to start "
+                "its weights; define it, or build the module outside of the meta device"
+            )
+        child.to_empty(device=device, recurse=False)
+        with torch.no_grad():
+            reset()
+
+
+def synchronize_start(module: nn.Module, mesh: Mesh) -> None:
+    """Makes every rank start from rank 0's weights, and every replica's ranks from one random state.
+
+    The world's first rank decides about weights on the CPU or device; weights on the meta device are drawn later, from
+    rank 0's random state.
+    """
+    if mesh.layout.world_size == 1:
+        return
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if tensor.is_meta:
+                continue
+            shared = tensor.detach().to(mesh.device).contiguous()
+            comm.broadcast_(shared, 0, mesh.world)
+            if shared.data_ptr() != tensor.data_ptr():
+                tensor.copy_(shared)
+    if mesh.model is not None:
+        leader = mesh.layout.rank_of(pipeline=0, data=mesh.data_rank, tensor=0)
+        state = comm.broadcast_object(random_state(mesh.device), leader, mesh.model)
+        set_random_state(state, mesh.device)
+
+
+@dataclass
+class Partition:
+    """The module of one rank in its parallel form, with what is needed to undo it.
+
+    Attributes:
+        shards: local part of the model, for checkpoints.
+        tensor_plan: what tensor parallelism does to every layer of the whole model.
+        cut_plan: blocks and owners of every stage; None for one stage.
+        cut: the applied cut; None for one stage.
+        names: id of every parameter object of optimizers and of the module -> name in the plain model.
+    """
+
+    module: LightningModule
+    mesh: Mesh
+    tags: dict[str, ParameterTag]
+    shards: ModelShards
+    tensor_plan: TensorPlan
+    cut_plan: CutPlan | None
+    cut: StageCut | None
+    undo_tensor: Any
+    names: dict[int, str]
+    originals: dict[str, nn.Parameter]
+    restored: bool = False
+
+    @property
+    def local_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters that this stage holds, by name in the plain model, in its order."""
+        return {n: p for n, p in self.originals.items() if self.shards.holds(n)}
+
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes an optimizer built on the whole model fit: placeholders for foreign parameters, shards of state."""
+        stand_ins = self.cut.stand_ins if self.cut is not None else {}
+        for group in optimizer.param_groups:
+            group["params"] = [stand_ins.get(id(p), p) for p in group["params"]]
+        for parameter in list(optimizer.state):
+            name = self.names.get(id(parameter))
+            if name is None:
+                continue
+            if not self.shards.holds(name):
+                del optimizer.state[parameter]
+                continue
+            entry = optimizer.state[parameter]
+            for key, value in entry.items():
+                if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) == self.tags[name].shape:
+                    entry[key] = self.shards.slice(name, value).to(self.mesh.device)
+
+    def split_copies(self, copies: list[tuple[Any, str, nn.Module]]) -> None:
+        """Splits copies of the plain module that callbacks made (weight averages) in the same way.
+
+        Args:
+            copies: (holder, attribute, copy); the attribute is replaced by a split module with the copy's values.
+        """
+        for holder, attribute, whole in copies:
+            values = whole.state_dict()
+            part = _compat.copy_module(self.module, {})
+            ModelShards(part, self.tags, self.shards.keys, self.mesh, self.cut_plan).load_full_state_dict(values, False)
+            setattr(holder, attribute, part)
+
+    def restore(self, keep_weights: bool) -> None:
+        """Puts the plain module back, on the CPU. Collective over the replica if `keep_weights`.
+
+        Args:
+            keep_weights: gather the trained weights into the module on every rank; otherwise parameters of other ranks
+                are left empty.
+        """
+        state = self.shards.full_state_dict() if keep_weights else {}
+        if self.cut is not None:
+            self.cut.restore()
+        self.undo_tensor.restore()
+        self.module.to("cpu")
+        buffers = dict(self.module.named_buffers())
+        for key, value in state.items():
+            name = self.shards.keys.get(key)
+            if name is not None:
+                self.originals[name].data = value
+                self.originals[name].grad = None
+            elif key in buffers and isinstance(value, torch.Tensor):
+                buffers[key].data = value
+        _compat.set_module_device(self.module, torch.device("cpu"))
+        self.restored = True
+
+
+def make_partition(
+    module: LightningModule,
+    mesh: Mesh,
+    tensor: TensorParallelConfig,
+    pipeline: PipelineConfig,
+    step: Callable[[nn.Module, Any], Any],
+    batch: Callable[[], Any],
+    shared: Mapping[int, Any],
+) -> Partition:
+    """Plans and applies the cut and the tensor-parallel plan. Collective over the world; needs the same model on all.
+
+    Args:
+        module: the user's plain module.
+        mesh: groups of this rank.
+        tensor: options of tensor parallelism.
+        pipeline: options of the pipeline.
+        step: runs one step of a copy of the module on a micro-batch.
+        batch: returns a micro-batch to plan with; only called if there is more than one stage.
+        shared: objects that copies of the module refer to instead of copying.
+
+    Raises:
+        ValueError: the model cannot be cut or split like this; names and numbers are in the message.
+    """
+    originals = dict(module.named_parameters())
+    names = {id(p): n for n, p in originals.items()}
+    keys = {key: names[id(p)] for key, p in module.named_parameters(remove_duplicate=False)}
+
+    def plan() -> tuple[TensorPlan, CutPlan | None]:
+        stages, ranks = mesh.layout.pipeline, mesh.layout.tensor
+        needs_blocks = stages > 1 or (ranks > 1 and tensor.sequence_parallel)
+        blocks = resolve_blocks(module, pipeline.blocks) if needs_blocks else ()
+        tensor_plan = resolve_plan(
+            module, tensor.plan, ranks, sequence_parallel=tensor.sequence_parallel and ranks > 1, blocks=blocks
+        )
+        if stages == 1:
+            return tensor_plan, None
+        trace = observe_step(module, blocks, step, batch(), shared)
+        return tensor_plan, plan_pipeline(module, blocks, trace, stages)
+
+    tensor_plan, cut_plan = agree(mesh.world, plan)
+    cut_plan = comm.broadcast_object(cut_plan, 0, mesh.world)
+    tags = _with_stages(tensor_plan.tags(module), cut_plan)
+    add_stage_groups(mesh, tuple(sorted({tag.stages for tag in tags.values() if tag.shared})))
+
+    def is_local(name: str) -> bool:
+        return cut_plan is None or mesh.stage in cut_plan.owners.get(keys.get(name, name), (mesh.stage,))
+
+    def keeps(module_name: str) -> bool:
+        own = [f"{module_name}.{leaf}" if module_name else leaf for leaf in _own_parameters(module, module_name)]
+        return all(is_local(name) for name in own)
+
+    materialize(module, torch.device("cpu"))
+    undo = parallelize_module(module, tensor_plan, mesh.tensor, keep=keeps)
+    shard_parameters(module, tags, mesh.tensor_rank, keep=is_local)
+    cut = None
+    if cut_plan is not None:
+        cut = StageCut(module, cut_plan, mesh.stage, mesh.device)
+        cut.apply()
+        names |= {id(stand_in): names[original] for original, stand_in in cut.stand_ins.items()}
+    module.to(mesh.device)
+    _compat.set_module_device(module, mesh.device)
+    shards = ModelShards(module, tags, keys, mesh, cut_plan)
+    return Partition(module, mesh, tags, shards, tensor_plan, cut_plan, cut, undo, names, originals)
+
+
+def _own_parameters(module: nn.Module, name: str) -> list[str]:
+    return [leaf for leaf, p in module.get_submodule(name)._parameters.items() if p is not None]
+
+
+def _with_stages(tags: Mapping[str, ParameterTag], plan: CutPlan | None) -> dict[str, ParameterTag]:
+    if plan is None:
+        return dict(tags)
+    return {
+        name: ParameterTag(name, tag.shape, tag.shard, tag.partial_gradient, plan.owners[name])
+        for name, tag in tags.items()
+    }

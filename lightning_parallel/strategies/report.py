@@ -1,0 +1,72 @@
+"""Glue: the small table that says, before training starts, what was chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from rich.console import Console
+from rich.table import Table
+
+from lightning_parallel.layout import ParallelLayout
+from lightning_parallel.pipeline.schedules import build_schedule
+from lightning_parallel.pipeline.simulate import simulate
+
+__all__ = ["layout_tables", "report_layout"]
+
+
+def _stage_rows(partition: Any, layout: ParallelLayout) -> list[tuple[str, str, str]]:
+    plan = partition.cut_plan
+    rows = []
+    for stage in range(layout.pipeline):
+        held = [tag for tag in partition.tags.values() if stage in tag.stages]
+        local = sum(_numel(tag.local_shape(0)) for tag in held)
+        blocks = "whole model"
+        if plan is not None:
+            start, stop = plan.bounds[stage]
+            blocks = plan.blocks[start] if stop - start == 1 else f"{plan.blocks[start]} .. {plan.blocks[stop - 1]}"
+            blocks += f"  ({stop - start} blocks)"
+        rows.append((str(stage), blocks, f"{local:,}"))
+    return rows
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def predicted_bubble(schedule: str, stages: int, micro_batches: int) -> float:
+    """Share of the time that stages wait, for equal stages: from the same schedule that runs."""
+    return simulate(build_schedule(schedule, stages, micro_batches)).bubble
+
+
+def layout_tables(layout: ParallelLayout, partition: Any, options: Any, module: LightningModule) -> list[Table]:
+    """Tables of the layout, the layers and the stages."""
+    bubble = predicted_bubble(options.schedule, layout.pipeline, options.micro_batches)
+    head = Table(title="lightning_parallel", show_header=False, title_justify="left")
+    head.add_row("processes", f"{layout.world_size} = pipeline {layout.pipeline} x data {layout.data} x tensor {layout.tensor}")
+    head.add_row("micro-batches", f"up to {options.micro_batches} per batch, schedule {options.schedule}")
+    head.add_row("predicted bubble", f"{bubble:.1%} of the time")
+    total = sum(tag.numel for tag in partition.tags.values())
+    head.add_row("parameters", f"{total:,} in {type(module).__name__}")
+    stages = Table("stage", "blocks", "parameters per rank")
+    for row in _stage_rows(partition, layout):
+        stages.add_row(*row)
+    tables = [head, stages]
+    if layout.tensor > 1:
+        layers = Table("layers", "style", "split")
+        for layer_row in partition.tensor_plan.describe():
+            layers.add_row(*layer_row)
+        tables.insert(1, layers)
+    return tables
+
+
+@rank_zero_only
+def report_layout(layout: ParallelLayout, partition: Any, options: Any, module: LightningModule) -> None:
+    """Prints the tables once, on rank 0."""
+    console = Console()
+    for table in layout_tables(layout, partition, options, module):
+        console.print(table)

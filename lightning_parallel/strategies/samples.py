@@ -1,0 +1,65 @@
+"""Glue: which samples of a batch count. Distributed samplers repeat samples to give every replica equally many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_parallel.pipeline.batch import batch_size, slice_batch
+
+__all__ = ["SampleCounter", "real_samples"]
+
+
+def real_samples(loader: Any, replicas: int, data_rank: int) -> int | None:
+    """Samples of this replica that are no repetition; None if the loader's sampler does not repeat any.
+
+    >>> real_samples(object(), 2, 0) is None
+    True
+    """
+    if not isinstance(loader, DataLoader) or replicas == 1:
+        return None
+    sampler = loader.sampler
+    inner = getattr(loader.batch_sampler, "sampler", None)
+    if not isinstance(sampler, DistributedSampler) and isinstance(inner, DistributedSampler):
+        sampler = inner
+    if not isinstance(sampler, DistributedSampler) or sampler.drop_last or sampler.num_replicas != replicas:
+        return None
+    total = len(sampler.dataset)  # type: ignore[arg-type]
+    if sampler.total_size <= total:
+        return None
+    # Indices go to replicas in turn; what lies behind the end of the data is a repetition.
+    return (total - data_rank + replicas - 1) // replicas
+
+
+class SampleCounter:
+    """Counts the samples of one pass over a loader and cuts repeated ones off."""
+
+    def __init__(self, replicas: int, data_rank: int) -> None:
+        self.replicas = replicas
+        self.data_rank = data_rank
+        self._seen: dict[Any, int] = {}
+
+    def start(self) -> None:
+        """A new pass over every loader begins."""
+        self._seen.clear()
+
+    def keep_real(self, batch: Any, loader: Any, key: Any = 0) -> tuple[Any, bool]:
+        """The batch without repeated samples.
+
+        Returns:
+            The batch, and False if it holds nothing but repeated samples (then it comes back whole and must not count).
+        """
+        limit = real_samples(loader, self.replicas, self.data_rank)
+        size = batch_size(batch) if limit is not None else None
+        if limit is None or size is None:
+            return batch, True
+        seen = self._seen.get(key, 0)
+        self._seen[key] = seen + size
+        left = limit - seen
+        if left >= size:
+            return batch, True
+        if left <= 0:
+            return batch, False
+        return slice_batch(batch, 0, left, size), True

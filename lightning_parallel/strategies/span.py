@@ -1,0 +1,118 @@
+"""Glue: decisions that span every rank of a replica: gradient norm, overflow, and what to do about non-finite gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_parallel import comm
+from lightning_parallel.mesh import Mesh
+from lightning_parallel.parameters import ParameterTag
+
+__all__ = ["ModelSpan", "NonFiniteGradientError"]
+
+
+class NonFiniteGradientError(RuntimeError):
+    """A gradient was infinite or not a number; raised on every rank."""
+
+
+class ModelSpan:
+    """Norms and votes over the ranks that hold one replica; each element counts once.
+
+    Args:
+        mesh: groups of this rank.
+        tags: tag of every parameter of the plain model.
+        names: id of a local parameter -> name in the plain model.
+        non_finite: "ignore", "raise" or "skip".
+    """
+
+    def __init__(
+        self, mesh: Mesh, tags: Mapping[str, ParameterTag], names: Mapping[int, str], non_finite: str
+    ) -> None:
+        self.mesh = mesh
+        self.tags = tags
+        self.names = names
+        self.non_finite = non_finite
+        self.skipped_steps = 0
+
+    # -------------------------------------------------------------- norms
+    def total_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+        """2-norm of the gradients of a replica, as a 0-dim tensor. Collective over the replica."""
+        counted = [g for p in parameters if p.grad is not None for g in self._counted_parts(p)]
+        if counted:
+            norms = torch._foreach_norm(counted)
+            squares = torch.stack([n.to(torch.float64 if n.dtype == torch.float64 else torch.float32) for n in norms])
+            total = squares.square().sum()
+        else:
+            total = torch.zeros((), device=self.mesh.device)
+        if self.mesh.model is not None:
+            total = total.to(torch.float64)
+            comm.all_reduce_(total, self.mesh.model)
+        return total.sqrt()
+
+    def _counted_parts(self, parameter: nn.Parameter) -> list[torch.Tensor]:
+        gradient = parameter.grad
+        assert gradient is not None, "only parameters with a gradient have counted parts"
+        name = self.names.get(id(parameter))
+        if name is None:  # a parameter that is not the model's: every rank holds it whole
+            return [gradient] if self.mesh.stage == 0 and self.mesh.tensor_rank == 0 else []
+        tag = self.tags[name]
+        ranges = tag.counted_ranges(self.mesh.stage, self.mesh.tensor_rank)
+        if ranges is None:
+            return [gradient]
+        if not ranges or tag.shard is None:
+            return []
+        return [gradient.narrow(tag.shard.dim, start, stop - start) for start, stop in ranges]
+
+    def clip_by_norm(self, parameters: Iterable[nn.Parameter], clip_val: float) -> None:
+        """Scales gradients so that the norm over the replica is at most `clip_val`.
+
+        Same formula as `torch.nn.utils.clip_grad_norm_`: factor min(1, clip_val / (norm + 1e-6)).
+        """
+        held = [p for p in parameters if p.grad is not None]
+        factor = torch.clamp(clip_val / (self.total_norm(held) + 1e-6), max=1.0)
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for p in held:
+            assert p.grad is not None
+            by_dtype.setdefault(p.grad.dtype, []).append(p.grad)
+        for dtype, gradients in by_dtype.items():
+            torch._foreach_mul_(gradients, factor.to(dtype))
+
+    # -------------------------------------------------------------- votes
+    def share_overflow(self, flags: list[torch.Tensor]) -> None:
+        """An overflow that one rank found counts for every rank: all skip the step and lower the scale alike."""
+        for flag in flags:
+            comm.all_reduce_(flag, self.mesh.model, op="max")
+
+    def vote(self, optimizer: Any) -> None:
+        """Decides together, before the optimizer step, what happens to non-finite gradients.
+
+        Raises:
+            NonFiniteGradientError: on every rank, with `non_finite="raise"`.
+        """
+        if self.non_finite == "ignore":
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        found = torch.zeros((), device=self.mesh.device)
+        if parameters:
+            norms = torch._foreach_norm([p.grad for p in parameters])
+            found = (~torch.isfinite(torch.stack([n.float() for n in norms])).all()).float()
+        mine = bool(found)
+        comm.all_reduce_(found, self.mesh.model, op="max")
+        if not bool(found):
+            return
+        if self.non_finite == "skip":
+            self.skipped_steps += 1
+            for p in parameters:
+                p.grad = None
+            return
+        where = f"pipeline stage {self.mesh.stage}, tensor rank {self.mesh.tensor_rank}"
+        reports = comm.gather_objects(where if mine else None, self.mesh.model)
+        places = "; ".join(r for r in reports if r is not None)
+        raise NonFiniteGradientError(
+            f"gradients are not finite on {places}. Lower the learning rate, clip gradients, or set "
+            "non_finite='skip' to leave such steps out"
+        )

@@ -1,0 +1,302 @@
+"""Glue: runs the user's training, validation, test and prediction steps on one rank of a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_parallel import comm
+from lightning_parallel.data_parallel import GradientReducer
+from lightning_parallel.gradient_sync import GradientCompleter
+from lightning_parallel.mesh import Mesh
+from lightning_parallel.pipeline.actions import Schedule
+from lightning_parallel.pipeline.batch import batch_size, merge_outputs, split_batch
+from lightning_parallel.pipeline.runtime import PipelineRuntime
+from lightning_parallel.pipeline.schedules import build_schedule, forward_only_schedule
+from lightning_parallel.pipeline.share import TreeBroadcast
+from lightning_parallel.random_streams import StepRandom
+from lightning_parallel.strategies import _compat
+from lightning_parallel.strategies.logs import LogCall, LogRecorder, combine_calls
+from lightning_parallel.strategies.weights import ReplicaCombiner, global_loss, loss_weights
+
+__all__ = ["StepOptions", "StepRunner"]
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Options of a `StepRunner`, already resolved to numbers."""
+
+    micro_batches: int
+    evaluation_micro_batches: int
+    schedule: str
+    loss_weight: str | Callable[[Any], Any]
+    sync_logs: bool
+
+
+class _Walk:
+    """What the pipeline runtime calls back while it walks a schedule."""
+
+    def __init__(self, runner: StepRunner, parts: Sequence[Any], run: Callable[[Any], Any]) -> None:
+        self.runner = runner
+        self.parts = parts
+        self.run = run
+        self.recorder = LogRecorder()
+        self.scales: list[torch.Tensor] = []
+        self.number: tuple[int | str, ...] = ()
+
+    def forward(self, micro_batch: int) -> Any:
+        self.recorder.start_micro_batch(self.parts[micro_batch])
+        with self.runner.random_scope(*self.number, micro_batch):
+            return self.run(self.parts[micro_batch])
+
+    def backward(self, output: Any, micro_batch: int) -> None:
+        loss = _loss_of(output)
+        if loss is None:
+            raise RuntimeError(
+                "training_step returned None for a micro-batch; skipping a step is not possible when several "
+                "processes take part in it"
+            )
+        self.runner.start_backward(loss * self.scales[micro_batch].to(loss.dtype))
+
+    def before_last_backward(self) -> None:
+        if self.runner.reduces_now and self.runner.reducer is not None:
+            self.runner.reducer.arm()
+
+    def reduce(self) -> None:
+        if self.runner.reduces_now:
+            self.runner.finish_gradients()
+
+
+class StepRunner:
+    """Runs steps of the user's module; owns everything that happens between the batch and complete gradients.
+
+    Two ways: with one stage and one micro-batch the step's graph is handed to Lightning as usual ("direct"); otherwise
+    the whole schedule, forward and backward, runs inside the training step.
+    """
+
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, mesh: Mesh, runtime: PipelineRuntime, options: StepOptions
+    ) -> None:
+        self.trainer = trainer
+        self.module = module
+        self.mesh = mesh
+        self.runtime = runtime
+        self.options = options
+        self.random: StepRandom | None = None
+        self.reducer: GradientReducer | None = None
+        self.completer: GradientCompleter | None = None
+        self.accumulating = False
+        self._combine = ReplicaCombiner(mesh)
+        self._share = TreeBroadcast(mesh)
+
+    # -------------------------------------------------------------- small parts
+    @property
+    def is_direct(self) -> bool:
+        """Whether training steps are handed to Lightning with their graph."""
+        return self.mesh.layout.pipeline == 1 and self.options.micro_batches == 1
+
+    @property
+    def reduces_now(self) -> bool:
+        """Whether an optimizer step follows this batch, so that gradients must be complete after it."""
+        return not self.accumulating
+
+    def random_scope(self, *number: int | str) -> AbstractContextManager[None]:
+        """Random streams of one micro-batch."""
+        assert self.random is not None, "random streams are set before the first step"
+        return self.random.scope(*number)
+
+    def start_backward(self, loss: torch.Tensor) -> None:
+        """Backward pass of one micro-batch through the hooks a user may have overridden."""
+        plugin = self.trainer.precision_plugin
+        plugin.backward(_compat.loss_scale(plugin, loss), self.module, None)
+
+    def finish_gradients(self) -> None:
+        """Waits until gradients are sums over replicas, tensor ranks and owners."""
+        if self.reducer is not None:
+            self.reducer.finish()
+        if self.completer is not None:
+            self.completer.complete()
+
+    # -------------------------------------------------------------- training
+    def train_direct(self, call: Callable[[Any], Any], batch: Any, counts: bool, number: tuple[int, ...]) -> Any:
+        """One step on the whole batch; the returned loss is that of the global batch and carries the graph."""
+        recorder = LogRecorder()
+        recorder.start_micro_batch(batch)
+        with _compat.logged_to(self.trainer, recorder) as collection:
+            with self.random_scope("train", *number):
+                output = call(batch)
+        loss = _loss_of(output)
+        calls = recorder.micro_batches[0]
+        if self.mesh.data is not None and (self.options.sync_logs or self.module.automatic_optimization):
+            weight = loss_weights([batch], self.options.loss_weight, counts, self.mesh.device)[0]
+            value, total, merged = self._combine(loss, weight, calls if self.options.sync_logs else [])
+            calls = merged if self.options.sync_logs else calls
+            if loss is not None and value is not None and self.module.automatic_optimization:
+                output = _with_loss(output, global_loss(loss, value, weight / total))
+        self._replay(collection, calls, recorder)
+        return output
+
+    def train_schedule(self, call: Callable[[Any], Any], batch: Any, counts: bool, number: tuple[int, ...]) -> Any:
+        """Forward and backward of every micro-batch; gradients are in `.grad` afterwards, the loss has no graph."""
+        parts = split_batch(batch, self.options.micro_batches)
+        weights = loss_weights(parts, self.options.loss_weight, counts, self.mesh.device)
+        walk = _Walk(self, parts, call)
+        walk.number = ("train", *number)
+        total = torch.stack(weights).sum()
+        if self.mesh.data is not None:
+            total = total.clone()
+            comm.all_reduce_(total, self.mesh.data)
+        walk.scales = [w / total / self.trainer.accumulate_grad_batches for w in weights]
+        if self.reducer is not None:
+            self.reducer.prepare()
+        with _compat.logged_to(self.trainer, walk.recorder) as collection:
+            before = _compat.metric_snapshot(self.module)
+            schedule = _schedule(self.options.schedule, self.mesh.layout.pipeline, len(parts))
+            outputs = self.runtime.run(schedule, walk)
+        merged: Any = None
+        if self.mesh.is_last_stage:
+            output, calls = self._merge(outputs, parts, weights, walk.recorder)
+            loss, _, calls = self._over_replicas(_loss_of(output), torch.stack(weights).sum(), calls)
+            delta = _compat.metric_delta(self.module, before)
+            merged = (_with_loss(output, loss), _pack(calls), walk.recorder.resets, delta)
+        return self._distribute(collection, merged, walk.recorder)
+
+    def _over_replicas(
+        self, loss: torch.Tensor | None, weight: torch.Tensor, calls: list[LogCall]
+    ) -> tuple[torch.Tensor | None, torch.Tensor, list[LogCall]]:
+        value, total, merged = self._combine(loss, weight, calls if self.options.sync_logs else [])
+        return value, total, merged if self.options.sync_logs else calls
+
+    def _merge(
+        self, outputs: list[Any], parts: Sequence[Any], weights: list[torch.Tensor], recorder: LogRecorder
+    ) -> tuple[Any, list[LogCall]]:
+        sizes = [batch_size(part) or 1 for part in parts]
+        return merge_outputs(outputs, sizes, weights), combine_calls(recorder.micro_batches, weights)
+
+    # -------------------------------------------------------------- evaluation
+    def evaluate(self, call: Callable[[Any], Any], batch: Any, counts: bool, where: tuple[Any, ...]) -> Any:
+        """One validation or test step, forward only.
+
+        Args:
+            call: runs the user's step on a micro-batch.
+            batch: this rank's batch without repeated samples.
+            counts: False if it only repeats samples that another replica counts.
+            where: (name of the step, batch index, dataloader index).
+        """
+        parts = split_batch(batch, self.options.evaluation_micro_batches)
+        weights = loss_weights(parts, self._evaluation_rule(parts), True, self.mesh.device)
+        walk = _Walk(self, parts, call)
+        walk.number = where
+        saved = _compat.save_metrics(self.module) if not counts else None
+        with _compat.logged_to(self.trainer, walk.recorder) as collection:
+            before = _compat.metric_snapshot(self.module)
+            outputs = self.runtime.run(_forward_schedule(self.mesh.layout.pipeline, len(parts)), walk)
+        if saved is not None:
+            _compat.load_metrics(self.module, saved)
+        merged: Any = None
+        if self.mesh.is_last_stage:
+            output, calls = self._merge(outputs, parts, weights, walk.recorder)
+            delta = _compat.metric_delta(self.module, before) if counts else {}
+            merged = (output, _pack(calls if counts else []), walk.recorder.resets, delta)
+        output = self._distribute(collection, merged, walk.recorder)
+        if collection is not None and self.mesh.data is not None and self.options.sync_logs:
+            self._sync_epoch(collection, where[1], where[2])
+        return output
+
+    def _evaluation_rule(self, parts: Sequence[Any]) -> str | Callable[[Any], Any]:
+        return self.options.loss_weight if len(parts) > 1 else "samples"
+
+    def _sync_epoch(self, collection: Any, batch_idx: int, dataloader_idx: int) -> None:
+        """After a dataloader's last batch: adds up over replicas what was logged per epoch.
+
+        Once per epoch and by name, so that replicas may have different numbers of batches and different keys.
+        """
+        if not _compat.ends_dataloader(self.trainer, batch_idx, dataloader_idx):
+            return
+        mine = _compat.running_sums(collection, collection.dataloader_idx)
+        sums: dict[str, tuple[float, float]] = {}
+        for part in comm.gather_objects(mine, self.mesh.data_control):
+            for key, (reduction, value, samples) in part.items():
+                if key not in sums:
+                    sums[key] = (value, samples)
+                    continue
+                old, count = sums[key]
+                joined = {"max": max, "min": min}.get(reduction, lambda a, b: a + b)(old, value)
+                sums[key] = (joined, count + samples)
+        _compat.set_running_sums(collection, sums)
+
+    def predict(self, call: Callable[[Any], Any], batch: Any, where: tuple[Any, ...]) -> Any:
+        """One prediction step; every rank of a replica returns its result."""
+        parts = split_batch(batch, self.options.evaluation_micro_batches)
+        walk = _Walk(self, parts, call)
+        walk.number = where
+        outputs = self.runtime.run(_forward_schedule(self.mesh.layout.pipeline, len(parts)), walk)
+        merged: Any = None
+        if self.mesh.is_last_stage:
+            weights = loss_weights(parts, "samples", True, self.mesh.device)
+            merged = merge_outputs(outputs, [batch_size(p) or 1 for p in parts], weights)
+        return self._share(merged)
+
+    # -------------------------------------------------------------- logs
+    def _distribute(self, collection: Any, merged: Any, recorder: LogRecorder) -> Any:
+        """Sends output, logs and metric states from the last stage to all, and replays the logs."""
+        output, packed, resets, delta = self._share(merged)
+        if not self.mesh.is_last_stage:
+            _compat.set_metric_delta(self.module, delta)
+            recorder.resets = resets
+        self._replay(collection, _unpack(packed), recorder)
+        return output
+
+    def _replay(self, collection: Any, calls: Sequence[LogCall], recorder: LogRecorder) -> None:
+        if collection is None:
+            return
+        for reset in recorder.resets:
+            collection.reset(**reset)
+        # Values are those of the whole replica or global batch already: Lightning must not reduce them again.
+        for call in calls:
+            options = {**call.options, "sync_dist": False}
+            value: Any = call.value
+            if value is None:
+                value = self.module.get_submodule(options["metric_attribute"])
+            collection.log(call.fx, call.name, value, batch_size=call.size, **options)
+
+
+def _pack(calls: Sequence[LogCall]) -> list[tuple[Any, ...]]:
+    return [(c.fx, c.name, c.value, c.weight, c.size, _Opaque(c.options)) for c in calls]
+
+
+def _unpack(packed: Sequence[tuple[Any, ...]]) -> list[LogCall]:
+    return [LogCall(fx, name, value, weight, size, opaque.value) for fx, name, value, weight, size, opaque in packed]
+
+
+@dataclass
+class _Opaque:
+    """Keeps a dict of options in one piece while a message is flattened."""
+
+    value: dict[str, Any]
+
+
+def _loss_of(output: Any) -> torch.Tensor | None:
+    return output.get("loss") if isinstance(output, dict) else output
+
+
+def _with_loss(output: Any, loss: torch.Tensor | None) -> Any:
+    if loss is None:
+        return output
+    return {**output, "loss": loss} if isinstance(output, dict) else loss
+
+
+@lru_cache(maxsize=64)
+def _schedule(name: str, stages: int, micro_batches: int) -> Schedule:
+    return build_schedule(name, stages, micro_batches)
+
+
+@lru_cache(maxsize=64)
+def _forward_schedule(stages: int, micro_batches: int) -> Schedule:
+    return forward_only_schedule(stages, micro_batches)

@@ -1,0 +1,491 @@
+"""Glue: the Lightning strategy that trains an unmodified module over tensor x pipeline x data ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+
+from lightning_parallel import comm
+from lightning_parallel.data_parallel import GradientReducer
+from lightning_parallel.gradient_sync import GradientCompleter
+from lightning_parallel.layout import ParallelLayout
+from lightning_parallel.mesh import Mesh, build_mesh
+from lightning_parallel.pipeline.batch import split_batch
+from lightning_parallel.pipeline.runtime import PipelineRuntime
+from lightning_parallel.random_streams import StepRandom
+from lightning_parallel.strategies import _compat
+from lightning_parallel.strategies.config import LossConfig, LossWeight, PipelineConfig, SizeOrAuto, TensorParallelConfig
+from lightning_parallel.strategies.partition import Partition, make_partition, synchronize_start
+from lightning_parallel.strategies.report import report_layout
+from lightning_parallel.strategies.samples import SampleCounter
+from lightning_parallel.strategies.span import ModelSpan
+from lightning_parallel.strategies.steps import StepOptions, StepRunner
+
+__all__ = ["TensorPipelineStrategy"]
+
+
+class TensorPipelineStrategy(DDPStrategy):
+    """Tensor x pipeline x data parallel training of an unmodified LightningModule.
+
+    Layers are split over tensor ranks as in Megatron-LM (Shoeybi et al. 2019), blocks over pipeline stages that run
+    1F1B (Narayanan et al. 2021), and what remains of the world are data replicas. Loss, gradients, logged values and
+    checkpoints are those of one plain process on the same global batch.
+
+    Args:
+        tensor_parallel_size: ranks that share each layer. "auto" splits the devices of one node as evenly as possible
+            between tensor and pipeline, tensor first.
+        pipeline_parallel_size: number of pipeline stages.
+        micro_batches: parts that each rank's batch is split into; "auto" is 4 per stage.
+        schedule: "1f1b" or "gpipe".
+        zero_stage: sharding of optimizer state over the replicas; only 0 is available in this strategy.
+        sequence_parallel: also split activations between the split layers along the sequence (Korthikanti et al. 2022).
+        plan: "auto", or pattern of module names -> style.
+        blocks: "auto", or names (or one pattern) of the repeated blocks that may be spread over stages.
+        loss_weight: how micro-batches and replicas of unequal content are combined: "samples", "valid_labels" (labels
+            other than -100), or a function of the batch.
+        non_finite: "ignore", "raise" or "skip" (counted in `skipped_steps`): what all ranks do together about
+            gradients that are not finite.
+        evaluation_micro_batches: parts of a batch in validation, test and prediction; 1 keeps every step whole.
+        sync_logs: logged values are those of the global batch on every rank. False: each replica logs its own.
+        restore_weights: gather the trained weights into the module on every rank when the trainer is done.
+        bucket_bytes: size of the buckets in which gradients are reduced over replicas.
+        process_group_backend: "gloo", "nccl", ...; chosen by device if None.
+        timeout: how long a collective may wait.
+        **kwargs: accelerator, devices, plugins and start_method, as for Lightning's DDPStrategy.
+
+    Raises:
+        ValueError: an option is not understood; sizes that do not fit the world are reported when processes start.
+    """
+
+    def __init__(  # noqa: PLR0913 - the names are the public contract; each group becomes a config dataclass at once
+        self,
+        tensor_parallel_size: SizeOrAuto = "auto",
+        pipeline_parallel_size: SizeOrAuto = "auto",
+        micro_batches: SizeOrAuto = "auto",
+        schedule: str = "1f1b",
+        zero_stage: int = 0,
+        sequence_parallel: bool = False,
+        plan: Literal["auto"] | Mapping[str, str] = "auto",
+        blocks: str | Sequence[str] = "auto",
+        loss_weight: LossWeight = "samples",
+        non_finite: str = "ignore",
+        evaluation_micro_batches: int = 1,
+        sync_logs: bool = True,
+        restore_weights: bool = True,
+        bucket_bytes: int = 25 * 2**20,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout, **kwargs)
+        if zero_stage != 0:
+            raise ValueError(f"zero_stage={zero_stage} is not available with tensor and pipeline parallel; use 0")
+        self.tensor_config = TensorParallelConfig(tensor_parallel_size, plan, sequence_parallel)
+        self.pipeline_config = PipelineConfig(
+            pipeline_parallel_size, micro_batches, schedule, blocks, evaluation_micro_batches
+        )
+        self.loss_config = LossConfig(loss_weight, non_finite)
+        self.sync_logs = sync_logs
+        self.restore_weights = restore_weights
+        self.bucket_bytes = bucket_bytes
+        self._mesh: Mesh | None = None
+        self._partition: Partition | None = None
+        self._runner: StepRunner | None = None
+        self._span: ModelSpan | None = None
+        self._training_samples: SampleCounter | None = None
+        self._evaluation_samples: SampleCounter | None = None
+        self._seed = 0
+        self._epoch = -1
+        self._set_aside: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+        self._failed = False
+
+    # -------------------------------------------------------------- who and where
+    @property
+    def mesh(self) -> Mesh:
+        """Groups and place of this rank.
+
+        Raises:
+            RuntimeError: processes have not started yet.
+        """
+        if self._mesh is None:
+            raise RuntimeError("the mesh exists once the trainer has started its processes, for example in setup()")
+        return self._mesh
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Sizes of the dimensions, after "auto" was resolved."""
+        return self.mesh.layout
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps that were left out because a gradient was not finite (with `non_finite="skip"`)."""
+        return 0 if self._span is None else self._span.skipped_steps
+
+    @property
+    def is_distributed(self) -> bool:
+        """Tells Lightning to give each replica its own samples."""
+        return True
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Samples are divided among replicas: every rank of a replica sees the same ones."""
+        return {"num_replicas": self.layout.data, "rank": self.mesh.data_rank}
+
+    def _trainer(self) -> Trainer:
+        module = self.lightning_module
+        assert module is not None, "the trainer connects its module before it calls the strategy"
+        return module.trainer
+
+    # -------------------------------------------------------------- set-up
+    def setup_environment(self) -> None:
+        """Starts the process group and makes the groups of the layout."""
+        super().setup_environment()
+        if self._mesh is None:
+            layout = ParallelLayout.choose(
+                self.world_size, self.num_processes, self.tensor_config.size, self.pipeline_config.size
+            )
+            self._mesh = build_mesh(layout, self.root_device, self._timeout)
+            self._seed = comm.broadcast_object(torch.initial_seed() % 2**62, 0, self._mesh.world)
+        _compat.remember_loaders(self._trainer())
+        self._training_samples = SampleCounter(self.layout.data, self.mesh.data_rank)
+        self._evaluation_samples = SampleCounter(self.layout.data, self.mesh.data_rank)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Keeps the order that a plain run would have: a loader that does not shuffle is not shuffled here either."""
+        trainer = self._trainer()
+        if not isinstance(dataloader, DataLoader):
+            return dataloader
+        original = _compat.original_loader(trainer, dataloader)
+        injected = original is not None and dataloader.sampler is not original.sampler
+        if injected and not trainer.predicting and isinstance(dataloader.sampler, DistributedSampler):
+            if self.layout.data == 1 and not isinstance(original.sampler, RandomSampler):
+                dataloader = original
+            elif isinstance(original.sampler, SequentialSampler):
+                dataloader.sampler.shuffle = False
+        _compat.seed_workers(dataloader, self.mesh.data_rank)
+        return dataloader
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Modules are built on the CPU, or on the meta device with `empty_init`, and get their device when split."""
+        place = torch.device("meta") if empty_init else nullcontext()
+        with place, self.precision_plugin.tensor_init_context():
+            yield
+
+    def setup(self, trainer: Trainer) -> None:
+        """Splits the module for this rank and builds its optimizers."""
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self._failed, self._partition, self._runner = False, None, None
+        module = self.lightning_module
+        self._refuse(module)
+        self.precision_plugin.convert_module(module)
+        self._apply_sync_batchnorm(module)
+        synchronize_start(module, self.mesh)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+        if fitting or self.layout.pipeline == 1:
+            self._split(module, "training_step" if fitting else "", lambda: self._example_batch(trainer))
+        self.setup_precision_plugin()
+
+    def _refuse(self, module: LightningModule) -> None:
+        if self.layout.pipeline > 1 and not module.automatic_optimization:
+            raise ValueError(
+                f"{type(module).__name__} uses manual optimization, which works with pipeline_parallel_size=1 only "
+                f"(got {self.layout.pipeline}): in a pipeline one call of training_step sees one micro-batch on one "
+                f"stage. Use pipeline_parallel_size=1 and tensor_parallel_size={self.layout.tensor}"
+            )
+
+    def _apply_sync_batchnorm(self, module: LightningModule) -> None:
+        if self._layer_sync is not None and self.mesh.data is not None:
+            nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group=self.mesh.data)
+
+    def _example_batch(self, trainer: Trainer) -> Any:
+        """A micro-batch to plan the pipeline with, as `training_step` will see it."""
+        with self._random_state_kept():
+            batch = _compat.example_training_batch(trainer)
+            batch = self.precision_plugin.convert_input(batch)
+            batch = self.batch_to_device(batch)
+        if _compat.is_resuming(trainer):
+            _compat.forget_training_data(trainer)
+        return split_batch(batch, self.pipeline_config.micro_batches_for(self.layout.pipeline))[0]
+
+    @contextmanager
+    def _random_state_kept(self) -> Generator[None, None, None]:
+        with StepRandom(self._seed, 0, 0, self.root_device).scope("planning"):
+            yield
+
+    def _split(self, module: LightningModule, step_name: str, batch: Callable[[], Any]) -> None:
+        """Plans and applies the split, and prepares everything that a step needs."""
+        trainer = self._trainer()
+
+        def step(clone: nn.Module, micro_batch: Any) -> Any:
+            clone.trainer = trainer  # type: ignore[assignment]
+            clone.train(step_name == "training_step")
+            with self._random_state_kept(), self.precision_plugin.forward_context():
+                method = getattr(clone, step_name)
+                arguments = _compat.step_arguments(method, micro_batch)
+                return _compat.run_without_logging(clone, lambda: method(*arguments))  # type: ignore[arg-type]
+
+        partition = make_partition(
+            module,
+            self.mesh,
+            self.tensor_config,
+            self.pipeline_config,
+            step,
+            batch,
+            {},
+        )
+        self._partition = partition
+        for optimizer in self.optimizers:
+            partition.adopt_optimizer(optimizer)
+        self._span = ModelSpan(self.mesh, partition.tags, partition.names, self.loss_config.non_finite)
+        self.precision_plugin = _compat.derive_precision(self.precision_plugin, self._span)
+        self._runner = self._make_runner(trainer, module, partition)
+        partition.split_copies(_compat.module_copies(trainer))
+        _compat.confine_metrics(module, self.mesh.data)
+        report_layout(self.layout, partition, self._runner.options, module)
+
+    def _make_runner(self, trainer: Trainer, module: LightningModule, partition: Partition) -> StepRunner:
+        mesh = self.mesh
+        random = StepRandom(self._seed, mesh.data_rank, mesh.stage, mesh.device)
+        if partition.cut is not None:
+            partition.cut.on_first_block = random.enter_blocks
+        options = StepOptions(
+            micro_batches=self.pipeline_config.micro_batches_for(self.layout.pipeline),
+            evaluation_micro_batches=self.pipeline_config.evaluation_micro_batches,
+            schedule=self.pipeline_config.schedule,
+            loss_weight=self.loss_config.weight,
+            sync_logs=self.sync_logs,
+        )
+        runner = StepRunner(trainer, module, mesh, PipelineRuntime(mesh, partition.cut), options)
+        runner.random = random
+        local = partition.local_parameters
+        if mesh.data is not None:
+            average = not module.automatic_optimization
+            runner.reducer = GradientReducer(local.values(), mesh.data, self.bucket_bytes, average)
+        completer = GradientCompleter(local, partition.tags, mesh)
+        if not completer.is_empty:
+            if module.automatic_optimization:
+                runner.completer = completer
+            else:
+                completer.hook_every_backward()
+        return runner
+
+    def _ready(self, step_name: str, batch: Any) -> StepRunner:
+        """The runner; splits the module at the first evaluation step if that had to wait for a batch."""
+        if self._runner is None:
+            assert self.lightning_module is not None
+            parts = split_batch(batch, self.pipeline_config.evaluation_micro_batches)
+            self._split(self.lightning_module, step_name, lambda: parts[0])
+        assert self._runner is not None
+        return self._runner
+
+    # -------------------------------------------------------------- steps
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the user's training step; with a pipeline or micro-batches also every backward pass."""
+        module = self.lightning_module
+        assert module is not None
+        runner = self._ready("training_step", args[0])
+        trainer = self._trainer()
+        assert self._training_samples is not None
+        if trainer.current_epoch != self._epoch:
+            self._epoch = trainer.current_epoch
+            self._training_samples.start()
+        batch, counts = self._training_samples.keep_real(args[0], trainer.train_dataloader)
+        rest = args[1:]
+
+        def call(part: Any) -> Any:
+            with self.precision_plugin.train_step_context():
+                return module.training_step(part, *rest, **kwargs)
+
+        number = (trainer.fit_loop.total_batch_idx,)
+        if runner.is_direct:
+            return runner.train_direct(call, batch, counts, number)
+        first = self._starts_window(trainer, rest)
+        if first:
+            self._put_gradients_aside()
+        output = runner.train_schedule(call, batch, counts, number)
+        if first:
+            self._swap_gradients()
+        return output
+
+    @staticmethod
+    def _starts_window(trainer: Trainer, rest: tuple[Any, ...]) -> bool:
+        """Whether Lightning zeroes gradients between this training step and its backward pass."""
+        return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+    def _put_gradients_aside(self) -> None:
+        """The previous step's gradients are still there: `on_before_zero_grad` may look at them."""
+        assert self._partition is not None
+        visible = _compat.sees_old_gradients(self._trainer())
+        self._set_aside = []
+        for p in self._partition.local_parameters.values():
+            self._set_aside.append((p, p.grad.clone() if visible and p.grad is not None else None))
+            p.grad = None
+
+    def _swap_gradients(self) -> None:
+        """New gradients wait outside of the parameters until Lightning has zeroed the old ones."""
+        waiting = [(p, p.grad) for p, _ in self._set_aside]
+        for p, old in self._set_aside:
+            p.grad = old
+        self._set_aside = waiting
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Runs the backward pass between Lightning's hooks, or hands out the gradients that the schedule computed."""
+        module, runner = self.lightning_module, self._runner
+        assert module is not None
+        assert runner is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        if runner.is_direct:
+            if runner.reducer is not None:
+                runner.reducer.prepare()
+                if runner.reduces_now:
+                    runner.reducer.arm()
+            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+            if runner.reduces_now:
+                runner.finish_gradients()
+        else:
+            for p, new in self._set_aside:
+                p.grad = new if p.grad is None or new is None else new.add_(p.grad)
+            self._set_aside = []
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Lightning opens this around batches that only accumulate."""
+        assert self._runner is not None
+        self._runner.accumulating = True
+        try:
+            yield
+        finally:
+            self._runner.accumulating = False
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the user's validation step, forward only through the pipeline."""
+        return self._evaluate("validation_step", self.precision_plugin.val_step_context, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the user's test step, forward only through the pipeline."""
+        return self._evaluate("test_step", self.precision_plugin.test_step_context, args, kwargs)
+
+    def _evaluate(self, name: str, context: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = self.lightning_module
+        runner = self._ready(name, args[0])
+        batch_idx, loader_idx, loader = _compat.evaluation_position(self._trainer(), args)
+        assert self._evaluation_samples is not None
+        batch, counts = self._evaluation_samples.keep_real(args[0], loader, loader_idx)
+
+        def call(part: Any) -> Any:
+            with context():
+                return getattr(module, name)(part, *args[1:], **kwargs)
+
+        return runner.evaluate(call, batch, counts, (name, batch_idx, loader_idx))
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the user's prediction step; every rank of a replica returns the result."""
+        module = self.lightning_module
+        assert module is not None
+        runner = self._ready("predict_step", args[0])
+
+        def call(part: Any) -> Any:
+            with self.precision_plugin.predict_step_context():
+                return module.predict_step(part, *args[1:], **kwargs)
+
+        return runner.predict(call, args[0], ("predict_step", *args[1:]))
+
+    def on_validation_start(self) -> None:
+        """A new pass over the validation data begins."""
+        assert self._evaluation_samples is not None
+        self._evaluation_samples.start()
+
+    def on_test_start(self) -> None:
+        """A new pass over the test data begins."""
+        assert self._evaluation_samples is not None
+        self._evaluation_samples.start()
+
+    # -------------------------------------------------------------- reductions
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduces over the world, as Lightning's own votes expect."""
+        return super().reduce(tensor, group, reduce_op)
+
+    # -------------------------------------------------------------- checkpoints
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Weights go into the whole module before it is split, unless it has no memory yet."""
+        module = self.lightning_module
+        return module is not None and any(p.is_meta for p in module.parameters())
+
+    @property
+    def _is_split(self) -> bool:
+        return self._partition is not None and not self._partition.restored
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole model as a plain run would save it; on ranks other than 0 without data."""
+        if not self._is_split:
+            return super().lightning_module_state_dict()
+        assert self._partition is not None
+        if self.mesh.data_rank != 0:
+            return {k: _without_data(v) for k, v in self._partition.module.state_dict().items()}
+        return self._partition.shards.full_state_dict(keep=self.is_global_zero)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads a plain checkpoint, before or after the module was split."""
+        if not self._is_split:
+            super().load_model_state_dict(checkpoint, strict)
+        else:
+            assert self._partition is not None
+            self._partition.shards.load_full_state_dict(checkpoint["state_dict"], strict)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state of a plain optimizer; on ranks other than 0 without data."""
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        if self._partition is None:
+            return optimizer.state_dict()
+        if self.mesh.data_rank != 0:
+            return {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
+        return self._partition.shards.full_optimizer_state(optimizer, self._partition.names, self.is_global_zero)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads this rank's part of plain optimizer states."""
+        assert self._partition is not None
+        for optimizer, full in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            local = self._partition.shards.local_optimizer_state(optimizer, self._partition.names, full)
+            optimizer.load_state_dict(local)
+
+    # -------------------------------------------------------------- end
+    def on_exception(self, exception: BaseException) -> None:
+        """Other ranks may be anywhere: nothing collective may follow."""
+        self._failed = True
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """Puts the plain module back, with the trained weights on every rank."""
+        if self._runner is not None and self._runner.reducer is not None:
+            self._runner.reducer.close()
+        if self._is_split and not self._failed:
+            assert self._partition is not None
+            _compat.release_metrics(self._partition.module, self.mesh.data)
+            self._partition.restore(self.restore_weights)
+        self._runner = None
+        self._epoch = -1
+        super().teardown()
+
+
+def _without_data(value: Any) -> Any:
+    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value

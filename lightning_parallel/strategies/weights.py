@@ -1,0 +1,168 @@
+"""Glue: how much each micro-batch and replica counts, and the one small message that combines them across replicas."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lightning_parallel import comm
+from lightning_parallel.mesh import Mesh
+from lightning_parallel.pipeline.batch import batch_size, count_valid_labels
+from lightning_parallel.strategies.logs import LogCall
+
+__all__ = ["ReplicaCombiner", "global_loss", "loss_weights"]
+
+SLOTS = 128
+_HASH_RANGE = 2**20  # squares and sums over thousands of replicas stay exact in float64
+
+
+def loss_weights(
+    micro_batches: Sequence[Any], rule: str | Callable[[Any], Any], counts: bool, device: torch.device
+) -> list[torch.Tensor]:
+    """Weight of each micro-batch in the mean, as 0-dim float64 tensors (no wait for the device).
+
+    Args:
+        micro_batches: parts of this rank's batch.
+        rule: "samples", "valid_labels", or a function of the batch.
+        counts: False for a batch that only repeats samples counted elsewhere: its weights are 0.
+        device: where the weights live.
+    """
+    weights = []
+    for part in micro_batches:
+        if not counts:
+            weight: Any = 0.0
+        elif callable(rule):
+            weight = rule(part)
+        elif rule == "valid_labels":
+            weight = count_valid_labels(part)
+        else:
+            weight = batch_size(part) or 1
+        weights.append(torch.as_tensor(weight, dtype=torch.float64, device=device))
+    return weights
+
+
+class _GlobalLoss(torch.autograd.Function):
+    """The loss of the global batch on every replica; backward gives this replica's share of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, value: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+        ctx.share = share
+        return value.to(local.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient * ctx.share.to(gradient.dtype), None, None
+
+
+def global_loss(local: torch.Tensor, value: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """Replaces a replica's loss by the global one.
+
+    Args:
+        local: this replica's loss, with its graph.
+        value: loss of the global batch.
+        share: weight of this replica over the sum of weights. Gradients summed over replicas are then the global ones.
+    """
+    return _GlobalLoss.apply(local, value, share)
+
+
+class ReplicaCombiner:
+    """Combines a step's loss and logged values over the data replicas in one message of fixed length.
+
+    The length does not depend on what was logged, so that replicas which log different keys get an error instead of a
+    hang.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def __call__(
+        self, loss: torch.Tensor | None, weight: torch.Tensor, calls: Sequence[LogCall]
+    ) -> tuple[torch.Tensor | None, torch.Tensor, list[LogCall]]:
+        """Combines over the data group.
+
+        Args:
+            loss: this replica's loss, detached; None if the step has none.
+            weight: weight of this replica, 0-dim float64.
+            calls: what the step logged here.
+
+        Returns:
+            The loss of the global batch, the sum of weights, and the calls with global values.
+
+        Raises:
+            ValueError: more than 127 values were logged, or replicas logged different keys.
+        """
+        if self.mesh.data is None:
+            return loss, weight, list(calls)
+        scalars = [c for c in calls if c.value is not None]
+        if len(scalars) >= SLOTS:
+            raise ValueError(f"a step logged {len(scalars)} values; at most {SLOTS - 1} can be combined over replicas")
+        message = torch.zeros(3 * SLOTS + 2, dtype=torch.float64, device=self.mesh.device)
+        own_loss = torch.zeros_like(weight) if loss is None else loss.detach().to(torch.float64)
+        message[0] = _product(own_loss, weight)
+        message[1] = weight
+        for slot, call in enumerate(scalars, start=1):
+            self._write(message[3 * slot : 3 * slot + 3], call, weight)
+        key_hash = float(zlib.crc32(repr([(c.fx, c.name, c.reduction) for c in scalars]).encode()) % _HASH_RANGE)
+        message[-2], message[-1] = key_hash, key_hash**2
+        comm.all_reduce_(message, self.mesh.data)
+        extremes = self._extremes(scalars)
+        self._check_keys(message, scalars)
+        total = message[1]
+        combined = iter([self._read(message[3 * s : 3 * s + 3], c, extremes) for s, c in enumerate(scalars, start=1)])
+        merged = [next(combined) if c.value is not None else c for c in calls]
+        return None if loss is None else message[0] / total, total, merged
+
+    @staticmethod
+    def _write(slot: torch.Tensor, call: LogCall, weight: torch.Tensor) -> None:
+        assert call.value is not None, "only scalars are combined"
+        value = call.value.detach().to(slot)
+        if call.reduction == "mean":
+            share = weight if call.weight is None else torch.where(weight > 0, call.weight, 0.0)
+            slot[0], slot[1] = _product(value, share), share
+        elif call.reduction == "sum":
+            slot[0] = _product(value, (weight > 0).to(slot))
+        slot[2] = torch.where(weight > 0, float(call.size), 0.0)
+
+    def _extremes(self, calls: Sequence[LogCall]) -> dict[str, torch.Tensor]:
+        """Largest and smallest over replicas, where a value asks for it (a second message, but only then)."""
+        found: dict[str, torch.Tensor] = {}
+        for name in ("max", "min"):
+            values = [c.value for c in calls if c.reduction == name and c.value is not None]
+            if values:
+                stacked = torch.stack([v.detach().to(self.mesh.device, torch.float64) for v in values])
+                comm.all_reduce_(stacked, self.mesh.data, op="max" if name == "max" else "min")
+                keys = [f"{c.fx}.{c.name}" for c in calls if c.reduction == name]
+                found |= dict(zip(keys, stacked.unbind(), strict=True))
+        return found
+
+    @staticmethod
+    def _read(slot: torch.Tensor, call: LogCall, extremes: dict[str, torch.Tensor]) -> LogCall:
+        assert call.value is not None, "only scalars are combined"
+        if call.reduction == "mean":
+            value = slot[0] / slot[1]
+        elif call.reduction == "sum":
+            value = slot[0]
+        else:
+            value = extremes[f"{call.fx}.{call.name}"]
+        dtype = call.value.dtype if call.value.is_floating_point() else torch.get_default_dtype()
+        size: Any = slot[2].round().to(torch.int64)
+        return LogCall(call.fx, call.name, value.to(dtype), call.weight, size, call.options)
+
+    def _check_keys(self, message: torch.Tensor, calls: Sequence[LogCall]) -> None:
+        if message.is_cuda:
+            return  # looking would make the host wait for the device in every step
+        total, squares = message[-2:].tolist()
+        if total**2 != squares * comm.group_size(self.mesh.data):
+            keys = comm.gather_objects([f"{c.fx}.{c.name}" for c in calls], self.mesh.data_control)
+            raise ValueError(
+                f"replicas logged different values in one step: {keys}. Log the same keys on every rank, or set "
+                "sync_logs=False to keep them apart"
+            )
+
+
+def _product(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """value * weight, where a weight of 0 also removes NaN."""
+    return torch.where(weight > 0, value * weight, 0.0)
