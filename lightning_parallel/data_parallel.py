@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lightning_parallel import comm
+from lightning_parallel.comm import ProcessGroup
 
 __all__ = ["GradientReducer"]
 
@@ -78,7 +78,7 @@ class GradientReducer:
     def __init__(
         self,
         parameters: Iterable[torch.nn.Parameter],
-        group: dist.ProcessGroup,
+        group: ProcessGroup,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         average: bool = False,
     ) -> None:

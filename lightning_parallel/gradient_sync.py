@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lightning_parallel import comm
+from lightning_parallel.comm import ProcessGroup
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.parameters import ParameterTag
 from lightning_parallel.tensor_parallel.sharding import Segment, ShardSpec
@@ -21,7 +21,7 @@ from lightning_parallel.tensor_parallel.sharding import Segment, ShardSpec
 __all__ = ["GradientCompleter", "sum_over_holders"]
 
 
-def sum_over_holders(gradient: torch.Tensor, spec: ShardSpec, rank: int, group: dist.ProcessGroup) -> None:
+def sum_over_holders(gradient: torch.Tensor, spec: ShardSpec, rank: int, group: ProcessGroup) -> None:
     """Sums, in place, the ranges of a local gradient that several tensor ranks hold. Collective over the group."""
     shared = _shared_segments(spec)
     length = sum(s.size for s in shared)
@@ -32,9 +32,7 @@ def sum_over_holders(gradient: torch.Tensor, spec: ShardSpec, rank: int, group: 
         place[segment.start, segment.stop] = position
         position += segment.size
     mine = [
-        (where, place[s.start, s.stop], s.size)
-        for s, where in spec.local_slices(rank)
-        if (s.start, s.stop) in place
+        (where, place[s.start, s.stop], s.size) for s, where in spec.local_slices(rank) if (s.start, s.stop) in place
     ]
     for where, start, size in mine:
         buffer.narrow(spec.dim, start, size).copy_(gradient.narrow(spec.dim, where.start, size))
@@ -118,7 +116,7 @@ class GradientCompleter:
         return handles
 
 
-def _sum_present(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+def _sum_present(parameters: Sequence[torch.nn.Parameter], group: ProcessGroup) -> None:
     """Sums gradients over a group in one collective per dtype; one that no rank has stays None."""
     trainable = [p for p in parameters if p.requires_grad]
     for dtype in dict.fromkeys(p.dtype for p in trainable):

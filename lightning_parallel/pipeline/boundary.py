@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from lightning_parallel import comm
+from lightning_parallel.comm import ProcessGroup
 from lightning_parallel.pipeline.placeholder import PipelineCutError
 
 __all__ = ["Boundary", "BoundaryLink"]
@@ -74,8 +74,8 @@ class BoundaryLink:
         self,
         previous: int | None,
         following: int | None,
-        group: dist.ProcessGroup | None,
-        control: dist.ProcessGroup | None,
+        group: ProcessGroup | None,
+        control: ProcessGroup | None,
         device: torch.device,
     ) -> None:
         self.previous = previous

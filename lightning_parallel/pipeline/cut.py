@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ class _PipelineBlock:
         return role.cut._call_block(role.index, super().__call__, args, kwargs)  # type: ignore[misc]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _pipeline_class(found: type) -> type:
     names = {"__module__": found.__module__, "__qualname__": found.__qualname__, "__doc__": found.__doc__}
     return type(found.__name__, (_PipelineBlock, found), names)
@@ -166,9 +166,7 @@ class StageCut:
             raise PipelineCutError(f"the step returned a value of another stage: {strangers[0]!r}")
         return StageResult(output=output)
 
-    def _call_block(
-        self, index: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _call_block(self, index: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if index < self.start:
             return self._foreign_output(index)
         name = self.plan.blocks[index]

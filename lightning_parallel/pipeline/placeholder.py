@@ -45,7 +45,11 @@ class Placeholder(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, meta: torch.Tensor, origin: Iterable[str], device: torch.device, requires_grad: bool = False
+        cls: type[Placeholder],
+        meta: torch.Tensor,
+        origin: Iterable[str],
+        device: torch.device,
+        requires_grad: bool = False,
     ) -> Placeholder:
         """`meta` gives shape, strides and dtype; `origin` names the parameters or blocks it stands for."""
         self = torch.Tensor._make_wrapper_subclass(

@@ -1,13 +1,25 @@
-"""Glue: the strategies."""
+"""Glue: the strategies. Names are loaded when they are first used, so that the checked options load without torch."""
 
-from lightning_parallel.strategies.config import LossConfig, PipelineConfig, TensorParallelConfig
-from lightning_parallel.strategies.registry import register_strategies
-from lightning_parallel.strategies.tensor_pipeline import TensorPipelineStrategy
+from __future__ import annotations
 
-__all__ = [
-    "LossConfig",
-    "PipelineConfig",
-    "TensorParallelConfig",
-    "TensorPipelineStrategy",
-    "register_strategies",
-]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_parallel.strategies.config import LossConfig, PipelineConfig, TensorParallelConfig
+    from lightning_parallel.strategies.tensor_pipeline import TensorPipelineStrategy
+
+__all__ = ["LossConfig", "PipelineConfig", "TensorParallelConfig", "TensorPipelineStrategy"]
+
+_HOMES = {
+    "LossConfig": "config",
+    "PipelineConfig": "config",
+    "TensorParallelConfig": "config",
+    "TensorPipelineStrategy": "tensor_pipeline",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

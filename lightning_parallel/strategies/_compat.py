@@ -1,4 +1,4 @@
-"""Glue: every private name of Lightning and torchmetrics that the package touches. A test fails loudly when one moves."""
+"""Glue: every private name of Lightning and torchmetrics that the package touches; a test fails when one moves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -195,7 +195,7 @@ class _SpanningPrecision:
         return self
 
 
-@lru_cache(maxsize=None)
+@cache
 def _spanning_class(found: type[Precision]) -> type[Precision]:
     # The name is kept because checkpoints file the plugin's state under it.
     names = {"__module__": found.__module__, "__qualname__": found.__qualname__}
@@ -291,8 +291,7 @@ def save_metrics(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
     """Copies of every metric's state, for a step that must not count."""
     kept = ("_update_count", "_computed", "_forward_cache")
     return {
-        name: copy.deepcopy({s: getattr(m, s) for s in (*m._defaults, *kept)})
-        for name, m in metrics_of(module).items()
+        name: copy.deepcopy({s: getattr(m, s) for s in (*m._defaults, *kept)}) for name, m in metrics_of(module).items()
     }
 
 

@@ -47,7 +47,9 @@ def layout_tables(layout: ParallelLayout, partition: Any, options: Any, module: 
     """Tables of the layout, the layers and the stages."""
     bubble = predicted_bubble(options.schedule, layout.pipeline, options.micro_batches)
     head = Table(title="lightning_parallel", show_header=False, title_justify="left")
-    head.add_row("processes", f"{layout.world_size} = pipeline {layout.pipeline} x data {layout.data} x tensor {layout.tensor}")
+    head.add_row(
+        "processes", f"{layout.world_size} = pipeline {layout.pipeline} x data {layout.data} x tensor {layout.tensor}"
+    )
     head.add_row("micro-batches", f"up to {options.micro_batches} per batch, schedule {options.schedule}")
     head.add_row("predicted bubble", f"{bubble:.1%} of the time")
     total = sum(tag.numel for tag in partition.tags.values())

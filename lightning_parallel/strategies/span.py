@@ -1,4 +1,4 @@
-"""Glue: decisions that span every rank of a replica: gradient norm, overflow, and what to do about non-finite gradients."""
+"""Glue: decisions that span every rank of a replica: gradient norm, overflow, non-finite gradients."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ class ModelSpan:
         non_finite: "ignore", "raise" or "skip".
     """
 
-    def __init__(
-        self, mesh: Mesh, tags: Mapping[str, ParameterTag], names: Mapping[int, str], non_finite: str
-    ) -> None:
+    def __init__(self, mesh: Mesh, tags: Mapping[str, ParameterTag], names: Mapping[int, str], non_finite: str) -> None:
         self.mesh = mesh
         self.tags = tags
         self.names = names

@@ -128,9 +128,8 @@ class StepRunner:
         """One step on the whole batch; the returned loss is that of the global batch and carries the graph."""
         recorder = LogRecorder()
         recorder.start_micro_batch(batch)
-        with _compat.logged_to(self.trainer, recorder) as collection:
-            with self.random_scope("train", *number):
-                output = call(batch)
+        with _compat.logged_to(self.trainer, recorder) as collection, self.random_scope("train", *number):
+            output = call(batch)
         loss = _loss_of(output)
         calls = recorder.micro_batches[0]
         if self.mesh.data is not None and (self.options.sync_logs or self.module.automatic_optimization):

@@ -3,37 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from lightning_parallel import comm
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.gradient_sync import GradientCompleter
-from lightning_parallel.layout import ParallelLayout
-from lightning_parallel.mesh import Mesh, build_mesh
 from lightning_parallel.pipeline.batch import split_batch
 from lightning_parallel.pipeline.runtime import PipelineRuntime
 from lightning_parallel.random_streams import StepRandom
 from lightning_parallel.strategies import _compat
-from lightning_parallel.strategies.config import LossConfig, LossWeight, PipelineConfig, SizeOrAuto, TensorParallelConfig
+from lightning_parallel.strategies.base import PartitionedStrategy
+from lightning_parallel.strategies.config import (
+    LossConfig,
+    LossWeight,
+    PipelineConfig,
+    SizeOrAuto,
+    TensorParallelConfig,
+)
 from lightning_parallel.strategies.partition import Partition, make_partition, synchronize_start
 from lightning_parallel.strategies.report import report_layout
-from lightning_parallel.strategies.samples import SampleCounter
 from lightning_parallel.strategies.span import ModelSpan
 from lightning_parallel.strategies.steps import StepOptions, StepRunner
 
 __all__ = ["TensorPipelineStrategy"]
 
 
-class TensorPipelineStrategy(DDPStrategy):
+class TensorPipelineStrategy(PartitionedStrategy):
     """Tensor x pipeline x data parallel training of an unmodified LightningModule.
 
     Layers are split over tensor ranks as in Megatron-LM (Shoeybi et al. 2019), blocks over pipeline stages that run
@@ -86,7 +87,14 @@ class TensorPipelineStrategy(DDPStrategy):
         timeout: timedelta | None = timedelta(minutes=30),
         **kwargs: Any,
     ) -> None:
-        super().__init__(process_group_backend=process_group_backend, timeout=timeout, **kwargs)
+        super().__init__(
+            tensor_parallel_size,
+            pipeline_parallel_size,
+            restore_weights,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            **kwargs,
+        )
         if zero_stage != 0:
             raise ValueError(f"zero_stage={zero_stage} is not available with tensor and pipeline parallel; use 0")
         self.tensor_config = TensorParallelConfig(tensor_parallel_size, plan, sequence_parallel)
@@ -95,92 +103,10 @@ class TensorPipelineStrategy(DDPStrategy):
         )
         self.loss_config = LossConfig(loss_weight, non_finite)
         self.sync_logs = sync_logs
-        self.restore_weights = restore_weights
         self.bucket_bytes = bucket_bytes
-        self._mesh: Mesh | None = None
-        self._partition: Partition | None = None
-        self._runner: StepRunner | None = None
-        self._span: ModelSpan | None = None
-        self._training_samples: SampleCounter | None = None
-        self._evaluation_samples: SampleCounter | None = None
-        self._seed = 0
-        self._epoch = -1
         self._set_aside: list[tuple[nn.Parameter, torch.Tensor | None]] = []
-        self._failed = False
-
-    # -------------------------------------------------------------- who and where
-    @property
-    def mesh(self) -> Mesh:
-        """Groups and place of this rank.
-
-        Raises:
-            RuntimeError: processes have not started yet.
-        """
-        if self._mesh is None:
-            raise RuntimeError("the mesh exists once the trainer has started its processes, for example in setup()")
-        return self._mesh
-
-    @property
-    def layout(self) -> ParallelLayout:
-        """Sizes of the dimensions, after "auto" was resolved."""
-        return self.mesh.layout
-
-    @property
-    def skipped_steps(self) -> int:
-        """Optimizer steps that were left out because a gradient was not finite (with `non_finite="skip"`)."""
-        return 0 if self._span is None else self._span.skipped_steps
-
-    @property
-    def is_distributed(self) -> bool:
-        """Tells Lightning to give each replica its own samples."""
-        return True
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Samples are divided among replicas: every rank of a replica sees the same ones."""
-        return {"num_replicas": self.layout.data, "rank": self.mesh.data_rank}
-
-    def _trainer(self) -> Trainer:
-        module = self.lightning_module
-        assert module is not None, "the trainer connects its module before it calls the strategy"
-        return module.trainer
 
     # -------------------------------------------------------------- set-up
-    def setup_environment(self) -> None:
-        """Starts the process group and makes the groups of the layout."""
-        super().setup_environment()
-        if self._mesh is None:
-            layout = ParallelLayout.choose(
-                self.world_size, self.num_processes, self.tensor_config.size, self.pipeline_config.size
-            )
-            self._mesh = build_mesh(layout, self.root_device, self._timeout)
-            self._seed = comm.broadcast_object(torch.initial_seed() % 2**62, 0, self._mesh.world)
-        _compat.remember_loaders(self._trainer())
-        self._training_samples = SampleCounter(self.layout.data, self.mesh.data_rank)
-        self._evaluation_samples = SampleCounter(self.layout.data, self.mesh.data_rank)
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Keeps the order that a plain run would have: a loader that does not shuffle is not shuffled here either."""
-        trainer = self._trainer()
-        if not isinstance(dataloader, DataLoader):
-            return dataloader
-        original = _compat.original_loader(trainer, dataloader)
-        injected = original is not None and dataloader.sampler is not original.sampler
-        if injected and not trainer.predicting and isinstance(dataloader.sampler, DistributedSampler):
-            if self.layout.data == 1 and not isinstance(original.sampler, RandomSampler):
-                dataloader = original
-            elif isinstance(original.sampler, SequentialSampler):
-                dataloader.sampler.shuffle = False
-        _compat.seed_workers(dataloader, self.mesh.data_rank)
-        return dataloader
-
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Modules are built on the CPU, or on the meta device with `empty_init`, and get their device when split."""
-        place = torch.device("meta") if empty_init else nullcontext()
-        with place, self.precision_plugin.tensor_init_context():
-            yield
-
     def setup(self, trainer: Trainer) -> None:
         """Splits the module for this rank and builds its optimizers."""
         assert self.accelerator is not None
@@ -207,10 +133,6 @@ class TensorPipelineStrategy(DDPStrategy):
                 f"(got {self.layout.pipeline}): in a pipeline one call of training_step sees one micro-batch on one "
                 f"stage. Use pipeline_parallel_size=1 and tensor_parallel_size={self.layout.tensor}"
             )
-
-    def _apply_sync_batchnorm(self, module: LightningModule) -> None:
-        if self._layer_sync is not None and self.mesh.data is not None:
-            nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group=self.mesh.data)
 
     def _example_batch(self, trainer: Trainer) -> Any:
         """A micro-batch to plan the pipeline with, as `training_step` will see it."""
@@ -300,7 +222,6 @@ class TensorPipelineStrategy(DDPStrategy):
         assert module is not None
         runner = self._ready("training_step", args[0])
         trainer = self._trainer()
-        assert self._training_samples is not None
         if trainer.current_epoch != self._epoch:
             self._epoch = trainer.current_epoch
             self._training_samples.start()
@@ -388,7 +309,6 @@ class TensorPipelineStrategy(DDPStrategy):
         module = self.lightning_module
         runner = self._ready(name, args[0])
         batch_idx, loader_idx, loader = _compat.evaluation_position(self._trainer(), args)
-        assert self._evaluation_samples is not None
         batch, counts = self._evaluation_samples.keep_real(args[0], loader, loader_idx)
 
         def call(part: Any) -> Any:
@@ -408,84 +328,3 @@ class TensorPipelineStrategy(DDPStrategy):
                 return module.predict_step(part, *args[1:], **kwargs)
 
         return runner.predict(call, args[0], ("predict_step", *args[1:]))
-
-    def on_validation_start(self) -> None:
-        """A new pass over the validation data begins."""
-        assert self._evaluation_samples is not None
-        self._evaluation_samples.start()
-
-    def on_test_start(self) -> None:
-        """A new pass over the test data begins."""
-        assert self._evaluation_samples is not None
-        self._evaluation_samples.start()
-
-    # -------------------------------------------------------------- reductions
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduces over the world, as Lightning's own votes expect."""
-        return super().reduce(tensor, group, reduce_op)
-
-    # -------------------------------------------------------------- checkpoints
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Weights go into the whole module before it is split, unless it has no memory yet."""
-        module = self.lightning_module
-        return module is not None and any(p.is_meta for p in module.parameters())
-
-    @property
-    def _is_split(self) -> bool:
-        return self._partition is not None and not self._partition.restored
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole model as a plain run would save it; on ranks other than 0 without data."""
-        if not self._is_split:
-            return super().lightning_module_state_dict()
-        assert self._partition is not None
-        if self.mesh.data_rank != 0:
-            return {k: _without_data(v) for k, v in self._partition.module.state_dict().items()}
-        return self._partition.shards.full_state_dict(keep=self.is_global_zero)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads a plain checkpoint, before or after the module was split."""
-        if not self._is_split:
-            super().load_model_state_dict(checkpoint, strict)
-        else:
-            assert self._partition is not None
-            self._partition.shards.load_full_state_dict(checkpoint["state_dict"], strict)
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The state of a plain optimizer; on ranks other than 0 without data."""
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
-        if self._partition is None:
-            return optimizer.state_dict()
-        if self.mesh.data_rank != 0:
-            return {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
-        return self._partition.shards.full_optimizer_state(optimizer, self._partition.names, self.is_global_zero)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads this rank's part of plain optimizer states."""
-        assert self._partition is not None
-        for optimizer, full in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            local = self._partition.shards.local_optimizer_state(optimizer, self._partition.names, full)
-            optimizer.load_state_dict(local)
-
-    # -------------------------------------------------------------- end
-    def on_exception(self, exception: BaseException) -> None:
-        """Other ranks may be anywhere: nothing collective may follow."""
-        self._failed = True
-        super().on_exception(exception)
-
-    def teardown(self) -> None:
-        """Puts the plain module back, with the trained weights on every rank."""
-        if self._runner is not None and self._runner.reducer is not None:
-            self._runner.reducer.close()
-        if self._is_split and not self._failed:
-            assert self._partition is not None
-            _compat.release_metrics(self._partition.module, self.mesh.data)
-            self._partition.restore(self.restore_weights)
-        self._runner = None
-        self._epoch = -1
-        super().teardown()
-
-
-def _without_data(value: Any) -> Any:
-    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,207 @@
+"""Glue: what every strategy of the package does alike: layout and groups, whose samples, plain checkpoints, the end."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+
+from lightning_parallel import comm
+from lightning_parallel.layout import ParallelLayout
+from lightning_parallel.mesh import Mesh, build_mesh
+from lightning_parallel.strategies import _compat
+from lightning_parallel.strategies.config import SizeOrAuto
+from lightning_parallel.strategies.partition import Partition
+from lightning_parallel.strategies.samples import SampleCounter
+from lightning_parallel.strategies.span import ModelSpan
+from lightning_parallel.strategies.steps import StepRunner
+
+__all__ = ["PartitionedStrategy"]
+
+
+class PartitionedStrategy(DDPStrategy):
+    """Base of the strategies that train a part of the user's module on each rank.
+
+    Launchers, process group, barriers and votes are those of Lightning's DDPStrategy; no module is wrapped.
+
+    Args:
+        tensor_parallel_size: ranks that share each layer, or "auto".
+        pipeline_parallel_size: number of stages, or "auto".
+        restore_weights: gather the trained weights into the module on every rank when the trainer is done.
+        **kwargs: as for Lightning's DDPStrategy.
+    """
+
+    def __init__(
+        self,
+        tensor_parallel_size: SizeOrAuto,
+        pipeline_parallel_size: SizeOrAuto,
+        restore_weights: bool,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self._sizes = (tensor_parallel_size, pipeline_parallel_size)
+        self.restore_weights = restore_weights
+        self._mesh: Mesh | None = None
+        self._partition: Partition | None = None
+        self._runner: StepRunner | None = None
+        self._span: ModelSpan | None = None
+        self._training_samples = SampleCounter(1, 0)
+        self._evaluation_samples = SampleCounter(1, 0)
+        self._seed = 0
+        self._epoch = -1
+        self._failed = False
+
+    # -------------------------------------------------------------- who and where
+    @property
+    def mesh(self) -> Mesh:
+        """Groups and place of this rank.
+
+        Raises:
+            RuntimeError: processes have not started yet.
+        """
+        if self._mesh is None:
+            raise RuntimeError("the mesh exists once the trainer has started its processes, for example in setup()")
+        return self._mesh
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Sizes of the dimensions, after "auto" was resolved."""
+        return self.mesh.layout
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps that were left out because a gradient was not finite (with `non_finite="skip"`)."""
+        return 0 if self._span is None else self._span.skipped_steps
+
+    @property
+    def is_distributed(self) -> bool:
+        """Tells Lightning to give each replica its own samples."""
+        return True
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Samples are divided among replicas: every rank of a replica sees the same ones."""
+        return {"num_replicas": self.layout.data, "rank": self.mesh.data_rank}
+
+    def _trainer(self) -> Trainer:
+        module = self.lightning_module
+        assert module is not None, "the trainer connects its module before it calls the strategy"
+        return module.trainer
+
+    # -------------------------------------------------------------- processes and data
+    def setup_environment(self) -> None:
+        """Starts the process group and makes the groups of the layout."""
+        super().setup_environment()
+        if self._mesh is None:
+            layout = ParallelLayout.choose(self.world_size, self.num_processes, *self._sizes)
+            self._mesh = build_mesh(layout, self.root_device, self._timeout)
+            self._seed = comm.broadcast_object(torch.initial_seed() % 2**62, 0, self._mesh.world)
+        _compat.remember_loaders(self._trainer())
+        self._training_samples = SampleCounter(self.layout.data, self.mesh.data_rank)
+        self._evaluation_samples = SampleCounter(self.layout.data, self.mesh.data_rank)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Keeps the order that a plain run would have: a loader that does not shuffle is not shuffled here either."""
+        trainer = self._trainer()
+        if not isinstance(dataloader, DataLoader):
+            return dataloader
+        original = _compat.original_loader(trainer, dataloader)
+        injected = original is not None and dataloader.sampler is not original.sampler
+        if injected and not trainer.predicting and isinstance(dataloader.sampler, DistributedSampler):
+            if self.layout.data == 1 and not isinstance(original.sampler, RandomSampler):
+                dataloader = original
+            elif isinstance(original.sampler, SequentialSampler):
+                dataloader.sampler.shuffle = False
+        _compat.seed_workers(dataloader, self.mesh.data_rank)
+        return dataloader
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Modules are built on the CPU, or on the meta device with `empty_init`, and get their device when split."""
+        place = torch.device("meta") if empty_init else nullcontext()
+        with place, self.precision_plugin.tensor_init_context():
+            yield
+
+    def _apply_sync_batchnorm(self, module: LightningModule) -> None:
+        if self._layer_sync is not None and self.mesh.data is not None:
+            nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group=self.mesh.data)
+
+    def on_validation_start(self) -> None:
+        """A new pass over the validation data begins."""
+        self._evaluation_samples.start()
+
+    def on_test_start(self) -> None:
+        """A new pass over the test data begins."""
+        self._evaluation_samples.start()
+
+    # -------------------------------------------------------------- checkpoints
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Weights go into the whole module before it is split, unless it has no memory yet."""
+        module = self.lightning_module
+        return module is not None and any(p.is_meta for p in module.parameters())
+
+    @property
+    def _is_split(self) -> bool:
+        return self._partition is not None and not self._partition.restored
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole model as a plain run would save it; on ranks other than 0 without data."""
+        if not self._is_split:
+            return super().lightning_module_state_dict()
+        assert self._partition is not None
+        if self.mesh.data_rank != 0:
+            return {k: _without_data(v) for k, v in self._partition.module.state_dict().items()}
+        return self._partition.shards.full_state_dict(keep=self.is_global_zero)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads a plain checkpoint, before or after the module was split."""
+        if not self._is_split:
+            super().load_model_state_dict(checkpoint, strict)
+        else:
+            assert self._partition is not None
+            self._partition.shards.load_full_state_dict(checkpoint["state_dict"], strict)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state of a plain optimizer; on ranks other than 0 without data."""
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        if self._partition is None:
+            return optimizer.state_dict()
+        if self.mesh.data_rank != 0:
+            return {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
+        return self._partition.shards.full_optimizer_state(optimizer, self._partition.names, self.is_global_zero)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads this rank's part of plain optimizer states."""
+        assert self._partition is not None
+        for optimizer, full in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            local = self._partition.shards.local_optimizer_state(optimizer, self._partition.names, full)
+            optimizer.load_state_dict(local)
+
+    # -------------------------------------------------------------- end
+    def on_exception(self, exception: BaseException) -> None:
+        """Other ranks may be anywhere: nothing collective may follow."""
+        self._failed = True
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """Puts the plain module back, with the trained weights on every rank."""
+        if self._runner is not None and self._runner.reducer is not None:
+            self._runner.reducer.close()
+        if self._is_split and not self._failed:
+            assert self._partition is not None
+            _compat.release_metrics(self._partition.module, self.mesh.data)
+            self._partition.restore(self.restore_weights)
+        self._runner = None
+        self._epoch = -1
+        super().teardown()
+
+
+def _without_data(value: Any) -> Any:
+    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
