@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_parallel.tensor_parallel.rehearsal import Call, Mismatch, clone_module, tensors_in
 
-__all__ = ["Material", "captured_call", "direct_calls", "forward_names", "random_module"]
+__all__ = ["Material", "captured_calls", "direct_calls", "forward_names", "random_module"]
 
 # Small and without common factors, so that a view over the wrong dimensions does not fit by accident.
 _BATCH, _SEQUENCE = 3, 5
@@ -96,11 +96,11 @@ def direct_calls(module: nn.Module, width: int, second_width: int, material: Mat
         yield Call(tuple(args))
 
 
-def captured_call(model: nn.Module, name: str, width: int, material: Material) -> Call | None:
-    """The call that the modules around ``name`` make, found by running them on fake tensors; None when none runs.
+def captured_calls(model: nn.Module, name: str, width: int, material: Material) -> Iterator[Call]:
+    """Calls that the modules around ``name`` make, found by running them on fake tensors.
 
-    The model's ``example_input_array`` is tried first; then, from the inside out, every module around it with
-    activations, and with token numbers.
+    The model's ``example_input_array`` is tried first; then, from the outside in, every module around it with token
+    numbers, and with activations.
     """
     parents = [name]
     while parents[-1]:
@@ -109,14 +109,13 @@ def captured_call(model: nn.Module, name: str, width: int, material: Material) -
     attempts: list[tuple[str, Callable[[], tuple[Any, ...]]]] = []
     if example is not None:
         attempts.append(("", lambda: example if isinstance(example, tuple) else (example,)))
-    for parent in parents[1:]:
-        attempts.append((parent, lambda: (torch.empty(_BATCH, _SEQUENCE, width),)))
+    for parent in reversed(parents[1:]):
         attempts.append((parent, lambda: (torch.zeros(_BATCH, _SEQUENCE, dtype=torch.long),)))
+        attempts.append((parent, lambda: (torch.empty(_BATCH, _SEQUENCE, width),)))
     for parent, make_args in attempts:
         found = _capture(model.get_submodule(parent), name[len(parent) :].lstrip("."), make_args)
         if found is not None:
-            return _materialised(found, material)
-    return None
+            yield _materialised(found, material)
 
 
 class _Reached(Exception):

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_parallel.tensor_parallel.calls import (
     Material,
-    captured_call,
+    captured_calls,
     direct_calls,
     forward_names,
     random_module,
@@ -153,9 +153,8 @@ def _rehearsal(subject: Subject) -> Rehearsal:
 def _calls(subject: Subject, material: Material) -> Iterator[Call]:
     width = subject.input_width(0)
     yield from direct_calls(subject.module, width, subject.input_width(-1), material)
-    call = captured_call(subject.model, subject.region.name, width, material) if subject.region.name else None
-    if call is not None:
-        yield call
+    if subject.region.name:
+        yield from captured_calls(subject.model, subject.region.name, width, material)
 
 
 def _trials(subject: Subject, rehearsal: Rehearsal) -> Iterator[Trial]:

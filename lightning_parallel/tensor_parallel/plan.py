@@ -168,7 +168,8 @@ def _fit(subject: Subject, assignment: Assignment, fitted: dict[object, Region |
     inside = {name for name, _ in subject.module.named_modules(prefix=region.name)}
     given = tuple(patch for patch in assignment.patches if patch.module in inside)
     if given or assignment.known.issuperset(layers):
-        return replace(region, patches=given, evidence="known" if assignment.known.issuperset(layers) else "given")
+        evidence = "known" if assignment.known.issuperset(layers) else "given"
+        return replace(region, patches=given, shared=_siblings(subject), evidence=evidence)
     key = structure_key(subject)
     if key not in fitted:
         fitted[key] = _fit_new(subject, guessed=assignment.guessed.issuperset(layers))
@@ -193,7 +194,7 @@ def _fit_new(subject: Subject, *, guessed: bool) -> Region | str:
                 f"{holder} stores head counts, but its split over {names} cannot be checked: {error}; give the model "
                 f'an example_input_array, or name the counts in the plan with the style "local"'
             ) from error
-        return subject.region
+        return replace(subject.region, shared=_siblings(subject))
     except Mismatch as error:
         if guessed:
             return str(error)
@@ -202,6 +203,14 @@ def _fit_new(subject: Subject, *, guessed: bool) -> Region | str:
             f"{error}; write views of projections as .view(B, T, -1, head_dim), the merge of heads as "
             f'.reshape(B, T, -1) and fused projections as .chunk(3, -1), or use "replicate"'
         ) from error
+
+
+def _siblings(subject: Subject) -> tuple[tuple[str, ...], ...]:
+    """Columns beside one another with inputs of one size: they read the same tensor, unless seen otherwise."""
+    groups: dict[tuple[str, int], list[str]] = {}
+    for place, name in enumerate(subject.region.columns):
+        groups.setdefault((name.rpartition(".")[0], subject.input_width(place)), []).append(name)
+    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
 
 def _moved(found: Region, subject: Subject) -> Region:
@@ -216,6 +225,7 @@ def _moved(found: Region, subject: Subject) -> Region:
         name=region.name,
         columns=region.columns,
         row=region.row,
+        shared=tuple(tuple(map(here, names)) for names in found.shared),
         patches=tuple(replace(patch, module=here(patch.module)) for patch in found.patches),
         partial=tuple(map(here, found.partial)),
     )

@@ -14,8 +14,8 @@ def group_regions(styles: Mapping[str, str]) -> tuple[Region, ...]:
     """One region per row layer.
 
     ``styles`` maps module names, in module order, to canonical styles. A row layer takes the unclaimed columns under
-    its lowest ancestor that has some; rows deeper in the tree choose first, and where several rows choose among the
-    same columns each takes those before it.
+    its lowest ancestor that has some; rows deeper in the tree choose first. Where several rows choose among the same
+    columns each takes those before it, and the last one the rest.
 
     >>> [r.columns for r in group_regions({"a.q": "colwise", "a.o": "rowwise", "m.0": "colwise", "m.2": "rowwise"})]
     [('a.q',), ('m.0',)]
@@ -31,7 +31,10 @@ def group_regions(styles: Mapping[str, str]) -> tuple[Region, ...]:
     for row in rows:
         ancestor = _ancestor(row, free)
         under = [name for name in free if _inside(name, ancestor)] if ancestor is not None else []
-        columns = [name for name in under if order[name] < order[row]] or under
+        others = [
+            other for other in rows if other not in regions and other != row and _ancestor(other, free) == ancestor
+        ]
+        columns = [name for name in under if not others or order[name] < order[row]]
         if not columns:
             raise ValueError(
                 f"{row!r} is 'rowwise' but no 'colwise' layer produces its split input; "
