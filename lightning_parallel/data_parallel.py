@@ -140,9 +140,9 @@ class GradientReducer:
         if bucket.present[place]:
             if bucket.work is not None:
                 raise RuntimeError(
-                    f"the gradient of a parameter of shape {tuple(parameter.shape)} arrived twice in one backward pass, "
-                    "after it had been reduced; use torch.utils.checkpoint with use_reentrant=False for modules that "
-                    "share parameters"
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} arrived twice in one backward "
+                    "pass, after it had been reduced; use torch.utils.checkpoint with use_reentrant=False for modules "
+                    "that share parameters"
                 )
             return
         bucket.present[place] = True

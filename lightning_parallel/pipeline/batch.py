@@ -122,7 +122,7 @@ def _find_labels(batch: Any) -> torch.Tensor | None:
     if isinstance(batch, Mapping):
         for key in ("labels", "label", "targets", "target", "y"):
             if isinstance(batch.get(key), torch.Tensor):
-                return batch[key]  # type: ignore[no-any-return]
+                return batch[key]
     if isinstance(batch, torch.Tensor):
         return batch if batch.dtype in (torch.int64, torch.int32, torch.int16) else None
     for child in reversed(_children(batch)):

@@ -87,6 +87,10 @@ class BoundaryLink:
         self._known: dict[int, tuple[list[Any], TreeSpec]] = {}
         self._headers: list[tuple[Any, torch.Tensor]] = []
 
+    def neighbours(self) -> tuple[int, int]:
+        """Ranks of the previous and next stage; -1 (which no group holds) at the ends of the pipeline."""
+        return -1 if self.previous is None else self.previous, -1 if self.following is None else self.following
+
     def pack(self, value: Any, block: str) -> Boundary:
         """Flattens what a block returned.
 

@@ -115,7 +115,7 @@ class StageCut:
             original.data = torch.empty(0, dtype=original.dtype, device=original.device)
         for index, name in enumerate(self.plan.blocks):
             block = self.root.get_submodule(name)
-            block.__class__ = _pipeline_class(type(block))
+            block.__class__ = _pipeline_class(type(block))  # type: ignore[arg-type]
             block.__dict__["_pipeline_role"] = _Role(self, index)
 
     def _stand_in(self, name: str, parameter: nn.Parameter) -> nn.Parameter:

@@ -107,9 +107,7 @@ class PipelineRuntime:
         if self.is_last:
             state.outputs[number] = result.output
         else:
-            assert self.cut is not None
-            block = self.cut.plan.blocks[self.cut.stop - 1]
-            state.sent[number] = self.link.pack(result.boundary, block)
+            state.sent[number] = self.link.pack(result.boundary, f"the last block of stage {self.stage}")
 
     def _arrived(self, kind: Kind, number: int, state: _InFlight) -> Boundary | None:
         if self.link.previous is None:
@@ -160,20 +158,16 @@ class PipelineRuntime:
 
     def _transfers(self, action: Action, state: _InFlight) -> list[comm.SendRecv]:
         number = _number(action)
-        previous, following = self.link.previous, self.link.following
+        previous, following = self.link.neighbours()
         if action.kind is Kind.SEND_FORWARD:
-            assert following is not None
             return [comm.SendRecv(t.detach(), following, send=True) for t in state.sent[number].tensors]
         if action.kind is Kind.RECV_FORWARD:
-            assert previous is not None
             state.received[number] = self.link.expect()
             return [comm.SendRecv(t, previous, send=False) for t in state.received[number].tensors]
         if action.kind is Kind.RECV_BACKWARD:
-            assert following is not None
             outputs = state.sent[number].differentiable
             state.gradients[number] = [torch.empty_like(t, requires_grad=False) for t in outputs]
             return [comm.SendRecv(t, following, send=False) for t in state.gradients[number]]
-        assert previous is not None
         inputs = state.received.pop(number).differentiable
         return [comm.SendRecv(_gradient(t), previous, send=True) for t in inputs]
 

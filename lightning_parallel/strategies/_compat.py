@@ -206,9 +206,9 @@ def derive_precision(plugin: Precision, span: Any) -> Precision:
     """A copy of a precision plugin whose clipping and overflow checks go through `span`."""
     if isinstance(plugin, _SpanningPrecision):
         plugin._span = span
-        return plugin  # type: ignore[return-value]
+        return plugin
     derived = copy.copy(plugin)
-    derived.__class__ = _spanning_class(type(plugin))
+    derived.__class__ = _spanning_class(type(plugin))  # type: ignore[arg-type]
     derived._span = span  # type: ignore[attr-defined]
     return derived
 
@@ -221,7 +221,7 @@ def _overflow_flags(scaler: torch.amp.GradScaler, optimizer: Any) -> list[torch.
         if scaler._scale is None:
             return []
         scaler._check_inf_per_device(optimizer)
-    if not state["found_inf_per_device"]:  # this rank holds no gradient, but takes part in the vote
+    if not state["found_inf_per_device"] and scaler._scale is not None:  # no gradient here, but a vote
         state["found_inf_per_device"] = {scaler._scale.device: torch.zeros((), device=scaler._scale.device)}
     return list(state["found_inf_per_device"].values())
 
@@ -348,18 +348,23 @@ def evaluation_position(trainer: Trainer, args: tuple[Any, ...]) -> tuple[int, i
 
 
 # ------------------------------------------------------------------------------------------------ hooks and callbacks
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """The trainer's callbacks, which it sets without declaring them."""
+    return list(trainer.callbacks)  # type: ignore[attr-defined]
+
+
 def sees_old_gradients(trainer: Trainer) -> bool:
     """Whether user code runs while the previous step's gradients are still there."""
     module = trainer.lightning_module
     if is_overridden("on_before_zero_grad", module) or is_overridden("optimizer_zero_grad", module):
         return True
-    return any(type(c).on_before_zero_grad is not Callback.on_before_zero_grad for c in trainer.callbacks)
+    return any(type(c).on_before_zero_grad is not Callback.on_before_zero_grad for c in callbacks_of(trainer))
 
 
 def module_copies(trainer: Trainer) -> list[tuple[Any, str, torch.nn.Module]]:
     """Copies of the module that averaging callbacks made before the strategy's set-up: (holder, attribute, copy)."""
     found: list[tuple[Any, str, torch.nn.Module]] = []
-    for callback in trainer.callbacks:
+    for callback in callbacks_of(trainer):
         average = getattr(callback, "_average_model", None)
         if isinstance(average, AveragedModel):
             found.append((average, "module", average.module))

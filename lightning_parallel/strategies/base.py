@@ -90,9 +90,18 @@ class PartitionedStrategy(DDPStrategy):
         return {"num_replicas": self.layout.data, "rank": self.mesh.data_rank}
 
     def _trainer(self) -> Trainer:
+        return self._module().trainer
+
+    def _module(self) -> LightningModule:
         module = self.lightning_module
-        assert module is not None, "the trainer connects its module before it calls the strategy"
-        return module.trainer
+        if module is None:
+            raise RuntimeError("the trainer connects its module before it calls the strategy")
+        return module
+
+    def _split_module(self) -> Partition:
+        if self._partition is None:
+            raise RuntimeError("the module is split in setup(), before anything that needs its parts")
+        return self._partition
 
     # -------------------------------------------------------------- processes and data
     def setup_environment(self) -> None:
@@ -112,12 +121,12 @@ class PartitionedStrategy(DDPStrategy):
         if not isinstance(dataloader, DataLoader):
             return dataloader
         original = _compat.original_loader(trainer, dataloader)
-        injected = original is not None and dataloader.sampler is not original.sampler
-        if injected and not trainer.predicting and isinstance(dataloader.sampler, DistributedSampler):
+        sampler = dataloader.sampler
+        if original is not None and sampler is not original.sampler and not trainer.predicting:
             if self.layout.data == 1 and not isinstance(original.sampler, RandomSampler):
                 dataloader = original
-            elif isinstance(original.sampler, SequentialSampler):
-                dataloader.sampler.shuffle = False
+            elif isinstance(sampler, DistributedSampler) and isinstance(original.sampler, SequentialSampler):
+                sampler.shuffle = False
         _compat.seed_workers(dataloader, self.mesh.data_rank)
         return dataloader
 
@@ -155,18 +164,16 @@ class PartitionedStrategy(DDPStrategy):
         """The whole model as a plain run would save it; on ranks other than 0 without data."""
         if not self._is_split:
             return super().lightning_module_state_dict()
-        assert self._partition is not None
         if self.mesh.data_rank != 0:
-            return {k: _without_data(v) for k, v in self._partition.module.state_dict().items()}
-        return self._partition.shards.full_state_dict(keep=self.is_global_zero)
+            return {k: _without_data(v) for k, v in self._split_module().module.state_dict().items()}
+        return self._split_module().shards.full_state_dict(keep=self.is_global_zero)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads a plain checkpoint, before or after the module was split."""
         if not self._is_split:
             super().load_model_state_dict(checkpoint, strict)
         else:
-            assert self._partition is not None
-            self._partition.shards.load_full_state_dict(checkpoint["state_dict"], strict)
+            self._split_module().shards.load_full_state_dict(checkpoint["state_dict"], strict)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state of a plain optimizer; on ranks other than 0 without data."""
@@ -175,13 +182,14 @@ class PartitionedStrategy(DDPStrategy):
             return optimizer.state_dict()
         if self.mesh.data_rank != 0:
             return {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
-        return self._partition.shards.full_optimizer_state(optimizer, self._partition.names, self.is_global_zero)
+        return self._split_module().shards.full_optimizer_state(
+            optimizer, self._split_module().names, self.is_global_zero
+        )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads this rank's part of plain optimizer states."""
-        assert self._partition is not None
         for optimizer, full in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            local = self._partition.shards.local_optimizer_state(optimizer, self._partition.names, full)
+            local = self._split_module().shards.local_optimizer_state(optimizer, self._split_module().names, full)
             optimizer.load_state_dict(local)
 
     # -------------------------------------------------------------- end
@@ -195,9 +203,8 @@ class PartitionedStrategy(DDPStrategy):
         if self._runner is not None and self._runner.reducer is not None:
             self._runner.reducer.close()
         if self._is_split and not self._failed:
-            assert self._partition is not None
-            _compat.release_metrics(self._partition.module, self.mesh.data)
-            self._partition.restore(self.restore_weights)
+            _compat.release_metrics(self._split_module().module, self.mesh.data)
+            self._split_module().restore(self.restore_weights)
         self._runner = None
         self._epoch = -1
         super().teardown()

@@ -220,9 +220,21 @@ def make_partition(
     cut_plan = comm.broadcast_object(cut_plan, 0, mesh.world)
     tags = _with_stages(tensor_plan.tags(module), cut_plan)
     add_stage_groups(mesh, tuple(sorted({tag.stages for tag in tags.values() if tag.shared})))
+    shards = ModelShards(module, tags, keys, mesh, cut_plan)
+    undo, cut = _apply(module, shards, tensor_plan, cut_plan)
+    if cut is not None:
+        names |= {id(stand_in): names[original] for original, stand_in in cut.stand_ins.items()}
+    return Partition(module, mesh, tags, shards, tensor_plan, cut_plan, cut, undo, names, originals)
+
+
+def _apply(
+    module: LightningModule, shards: ModelShards, tensor_plan: TensorPlan, cut_plan: CutPlan | None
+) -> tuple[Any, StageCut | None]:
+    """Converts the module in place: memory for weights, tensor-parallel layers and shards, the cut, the device."""
+    mesh = shards.mesh
 
     def is_local(name: str) -> bool:
-        return cut_plan is None or mesh.stage in cut_plan.owners.get(keys.get(name, name), (mesh.stage,))
+        return cut_plan is None or mesh.stage in cut_plan.owners.get(shards.keys.get(name, name), (mesh.stage,))
 
     def keeps(module_name: str) -> bool:
         own = [f"{module_name}.{leaf}" if module_name else leaf for leaf in _own_parameters(module, module_name)]
@@ -230,16 +242,14 @@ def make_partition(
 
     materialize(module, torch.device("cpu"))
     undo = parallelize_module(module, tensor_plan, mesh.tensor, keep=keeps)
-    shard_parameters(module, tags, mesh.tensor_rank, keep=is_local)
+    shard_parameters(module, shards.tags, mesh.tensor_rank, keep=is_local)
     cut = None
     if cut_plan is not None:
         cut = StageCut(module, cut_plan, mesh.stage, mesh.device)
         cut.apply()
-        names |= {id(stand_in): names[original] for original, stand_in in cut.stand_ins.items()}
     module.to(mesh.device)
     _compat.set_module_device(module, mesh.device)
-    shards = ModelShards(module, tags, keys, mesh, cut_plan)
-    return Partition(module, mesh, tags, shards, tensor_plan, cut_plan, cut, undo, names, originals)
+    return undo, cut
 
 
 def _own_parameters(module: nn.Module, name: str) -> list[str]:

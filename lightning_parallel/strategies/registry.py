@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
@@ -16,7 +17,7 @@ STRATEGY_NAMES = ("tp_pp", "tp", "pp")
 
 def register_strategies() -> None:
     """Registers `tp_pp`, `tp` and `pp`; calling it again changes nothing."""
-    entries = {
+    entries: dict[str, tuple[str, dict[str, Any]]] = {
         "tp_pp": ("tensor x pipeline x data parallel", {}),
         "tp": ("tensor x data parallel", {"pipeline_parallel_size": 1}),
         "pp": ("pipeline x data parallel", {"tensor_parallel_size": 1}),

@@ -73,9 +73,9 @@ class ModelSpan:
         held = [p for p in parameters if p.grad is not None]
         factor = torch.clamp(clip_val / (self.total_norm(held) + 1e-6), max=1.0)
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for p in held:
-            assert p.grad is not None
-            by_dtype.setdefault(p.grad.dtype, []).append(p.grad)
+        for gradient in (p.grad for p in held):
+            if gradient is not None:
+                by_dtype.setdefault(gradient.dtype, []).append(gradient)
         for dtype, gradients in by_dtype.items():
             torch._foreach_mul_(gradients, factor.to(dtype))
 

@@ -109,11 +109,10 @@ class TensorPipelineStrategy(PartitionedStrategy):
     # -------------------------------------------------------------- set-up
     def setup(self, trainer: Trainer) -> None:
         """Splits the module for this rank and builds its optimizers."""
-        assert self.accelerator is not None
-        assert self.lightning_module is not None
-        self.accelerator.setup(trainer)
+        if self.accelerator is not None:
+            self.accelerator.setup(trainer)
         self._failed, self._partition, self._runner = False, None, None
-        module = self.lightning_module
+        module = self._module()
         self._refuse(module)
         self.precision_plugin.convert_module(module)
         self._apply_sync_batchnorm(module)
@@ -209,17 +208,19 @@ class TensorPipelineStrategy(PartitionedStrategy):
     def _ready(self, step_name: str, batch: Any) -> StepRunner:
         """The runner; splits the module at the first evaluation step if that had to wait for a batch."""
         if self._runner is None:
-            assert self.lightning_module is not None
             parts = split_batch(batch, self.pipeline_config.evaluation_micro_batches)
-            self._split(self.lightning_module, step_name, lambda: parts[0])
-        assert self._runner is not None
+            self._split(self._module(), step_name, lambda: parts[0])
+        return self._running()
+
+    def _running(self) -> StepRunner:
+        if self._runner is None:
+            raise RuntimeError("the module is split in setup(), before its first step")
         return self._runner
 
     # -------------------------------------------------------------- steps
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the user's training step; with a pipeline or micro-batches also every backward pass."""
-        module = self.lightning_module
-        assert module is not None
+        module = self._module()
         runner = self._ready("training_step", args[0])
         trainer = self._trainer()
         if trainer.current_epoch != self._epoch:
@@ -250,10 +251,9 @@ class TensorPipelineStrategy(PartitionedStrategy):
 
     def _put_gradients_aside(self) -> None:
         """The previous step's gradients are still there: `on_before_zero_grad` may look at them."""
-        assert self._partition is not None
         visible = _compat.sees_old_gradients(self._trainer())
         self._set_aside = []
-        for p in self._partition.local_parameters.values():
+        for p in self._split_module().local_parameters.values():
             self._set_aside.append((p, p.grad.clone() if visible and p.grad is not None else None))
             p.grad = None
 
@@ -266,9 +266,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Runs the backward pass between Lightning's hooks, or hands out the gradients that the schedule computed."""
-        module, runner = self.lightning_module, self._runner
-        assert module is not None
-        assert runner is not None
+        module, runner = self._module(), self._running()
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         if runner.is_direct:
@@ -290,12 +288,11 @@ class TensorPipelineStrategy(PartitionedStrategy):
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Lightning opens this around batches that only accumulate."""
-        assert self._runner is not None
-        self._runner.accumulating = True
+        self._running().accumulating = True
         try:
             yield
         finally:
-            self._runner.accumulating = False
+            self._running().accumulating = False
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the user's validation step, forward only through the pipeline."""
@@ -306,7 +303,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
         return self._evaluate("test_step", self.precision_plugin.test_step_context, args, kwargs)
 
     def _evaluate(self, name: str, context: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module = self.lightning_module
+        module = self._module()
         runner = self._ready(name, args[0])
         batch_idx, loader_idx, loader = _compat.evaluation_position(self._trainer(), args)
         batch, counts = self._evaluation_samples.keep_real(args[0], loader, loader_idx)
@@ -319,8 +316,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the user's prediction step; every rank of a replica returns the result."""
-        module = self.lightning_module
-        assert module is not None
+        module = self._module()
         runner = self._ready("predict_step", args[0])
 
         def call(part: Any) -> Any:
