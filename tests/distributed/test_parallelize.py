@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
-import torch
-from torch import nn
 
 from tests.distributed.tensor_models import build, compare_with_plain, language_loss, split_model
 from tests.harness import Ranks
