@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 from lightning_parallel import comm
 from lightning_parallel.layout import ParallelLayout
 from lightning_parallel.mesh import Mesh, build_mesh
-from lightning_parallel.strategies import _compat
+from lightning_parallel.strategies import _compat, metric_states
 from lightning_parallel.strategies.config import SizeOrAuto
 from lightning_parallel.strategies.partition import Partition
 from lightning_parallel.strategies.samples import SampleCounter
@@ -203,7 +203,7 @@ class PartitionedStrategy(DDPStrategy):
         if self._runner is not None and self._runner.reducer is not None:
             self._runner.reducer.close()
         if self._is_split and not self._failed:
-            _compat.release_metrics(self._split_module().module, self.mesh.data)
+            metric_states.release_metrics(self._split_module().module, self.mesh.data)
             self._split_module().restore(self.restore_weights)
         self._runner = None
         self._epoch = -1

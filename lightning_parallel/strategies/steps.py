@@ -21,7 +21,7 @@ from lightning_parallel.pipeline.runtime import PipelineRuntime
 from lightning_parallel.pipeline.schedules import build_schedule, forward_only_schedule
 from lightning_parallel.pipeline.share import TreeBroadcast
 from lightning_parallel.random_streams import StepRandom
-from lightning_parallel.strategies import _compat
+from lightning_parallel.strategies import _compat, metric_states
 from lightning_parallel.strategies.logs import LogCall, LogRecorder, combine_calls
 from lightning_parallel.strategies.weights import ReplicaCombiner, global_loss, loss_weights
 
@@ -155,14 +155,14 @@ class StepRunner:
         if self.reducer is not None:
             self.reducer.prepare()
         with _compat.logged_to(self.trainer, walk.recorder) as collection:
-            before = _compat.metric_snapshot(self.module)
+            before = metric_states.metric_snapshot(self.module)
             schedule = _schedule(self.options.schedule, self.mesh.layout.pipeline, len(parts))
             outputs = self.runtime.run(schedule, walk)
         merged: Any = None
         if self.mesh.is_last_stage:
             output, calls = self._merge(outputs, parts, weights, walk.recorder)
             loss, _, calls = self._over_replicas(_loss_of(output), torch.stack(weights).sum(), calls)
-            delta = _compat.metric_delta(self.module, before)
+            delta = metric_states.metric_delta(self.module, before)
             merged = (_with_loss(output, loss), _pack(calls), walk.recorder.resets, delta)
         return self._distribute(collection, merged, walk.recorder)
 
@@ -192,16 +192,16 @@ class StepRunner:
         weights = loss_weights(parts, self._evaluation_rule(parts), True, self.mesh.device)
         walk = _Walk(self, parts, call)
         walk.number = where
-        saved = _compat.save_metrics(self.module) if not counts else None
+        saved = metric_states.save_metrics(self.module) if not counts else None
         with _compat.logged_to(self.trainer, walk.recorder) as collection:
-            before = _compat.metric_snapshot(self.module)
+            before = metric_states.metric_snapshot(self.module)
             outputs = self.runtime.run(_forward_schedule(self.mesh.layout.pipeline, len(parts)), walk)
         if saved is not None:
-            _compat.load_metrics(self.module, saved)
+            metric_states.load_metrics(self.module, saved)
         merged: Any = None
         if self.mesh.is_last_stage:
             output, calls = self._merge(outputs, parts, weights, walk.recorder)
-            delta = _compat.metric_delta(self.module, before) if counts else {}
+            delta = metric_states.metric_delta(self.module, before) if counts else {}
             merged = (output, _pack(calls if counts else []), walk.recorder.resets, delta)
         output = self._distribute(collection, merged, walk.recorder)
         if collection is not None and self.mesh.data is not None and self.options.sync_logs:
@@ -247,7 +247,7 @@ class StepRunner:
         """Sends output, logs and metric states from the last stage to all, and replays the logs."""
         output, packed, resets, delta = self._share(merged)
         if not self.mesh.is_last_stage:
-            _compat.set_metric_delta(self.module, delta)
+            metric_states.set_metric_delta(self.module, delta)
             recorder.resets = resets
         self._replay(collection, _unpack(packed), recorder)
         return output

@@ -17,7 +17,7 @@ from lightning_parallel.gradient_sync import GradientCompleter
 from lightning_parallel.pipeline.batch import split_batch
 from lightning_parallel.pipeline.runtime import PipelineRuntime
 from lightning_parallel.random_streams import StepRandom
-from lightning_parallel.strategies import _compat
+from lightning_parallel.strategies import _compat, metric_states
 from lightning_parallel.strategies.base import PartitionedStrategy
 from lightning_parallel.strategies.config import (
     LossConfig,
@@ -176,7 +176,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
         self.precision_plugin = _compat.derive_precision(self.precision_plugin, self._span)
         self._runner = self._make_runner(trainer, module, partition)
         partition.split_copies(_compat.module_copies(trainer))
-        _compat.confine_metrics(module, self.mesh.data)
+        metric_states.confine_metrics(module, self.mesh.data)
         report_layout(self.layout, partition, self._runner.options, module)
 
     def _make_runner(self, trainer: Trainer, module: LightningModule, partition: Partition) -> StepRunner:

@@ -1,0 +1,114 @@
+"""Glue: states of torchmetrics objects, which only the last stage of a pipeline updates. The private names are here."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.metric import jit_distributed_available
+
+__all__ = [
+    "confine_metrics",
+    "load_metrics",
+    "metric_delta",
+    "metric_snapshot",
+    "metrics_of",
+    "release_metrics",
+    "save_metrics",
+    "set_metric_delta",
+]
+
+
+def _link_groups(module: torch.nn.Module) -> None:
+    for child in module.modules():
+        if isinstance(child, MetricCollection) and child._enable_compute_groups and child._groups_checked:
+            child._compute_groups_create_state_ref(copy=False)
+
+
+def metrics_of(module: torch.nn.Module) -> dict[str, Metric]:
+    """Every torchmetrics object of a module by name."""
+    return {name: child for name, child in module.named_modules() if isinstance(child, Metric)}
+
+
+def metric_snapshot(module: torch.nn.Module) -> dict[str, tuple[int, dict[str, int]]]:
+    """Update counts and lengths of list states, to tell later what an evaluation step added."""
+    return {
+        name: (m._update_count, {s: len(getattr(m, s)) for s in m._defaults if isinstance(getattr(m, s), list)})
+        for name, m in metrics_of(module).items()
+    }
+
+
+def metric_delta(module: torch.nn.Module, before: dict[str, tuple[int, dict[str, int]]]) -> dict[str, Any]:
+    """What changed in the module's metrics since a snapshot: whole tensors, and only the new entries of lists."""
+    _link_groups(module)
+    delta: dict[str, Any] = {}
+    for name, metric in metrics_of(module).items():
+        count, lengths = before.get(name, (0, {}))
+        if metric._update_count == count:
+            continue
+        states = {}
+        for state in metric._defaults:
+            value = getattr(metric, state)
+            if isinstance(value, list):
+                kept = lengths.get(state, 0) if len(value) >= lengths.get(state, 0) else 0
+                states[state] = {"keep": kept, "new": [v.detach() for v in value[kept:]]}
+            else:
+                states[state] = value.detach()
+        delta[name] = {"count": metric._update_count, "states": states, "cache": metric._forward_cache}
+    return delta
+
+
+def set_metric_delta(module: torch.nn.Module, delta: dict[str, Any]) -> None:
+    """Applies what `metric_delta` returned on another rank."""
+    metrics = metrics_of(module)
+    for name, change in delta.items():
+        metric = metrics[name]
+        for state, value in change["states"].items():
+            if isinstance(value, dict):
+                setattr(metric, state, [*getattr(metric, state)[: value["keep"]], *value["new"]])
+            else:
+                setattr(metric, state, value)
+        metric._update_count = change["count"]
+        metric._forward_cache = change["cache"]
+        metric._computed = None
+
+
+def save_metrics(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
+    """Copies of every metric's state, for a step that must not count."""
+    kept = ("_update_count", "_computed", "_forward_cache")
+    return {
+        name: copy.deepcopy({s: getattr(m, s) for s in (*m._defaults, *kept)}) for name, m in metrics_of(module).items()
+    }
+
+
+def load_metrics(module: torch.nn.Module, saved: dict[str, dict[str, Any]]) -> None:
+    """Puts back what `save_metrics` copied."""
+    for name, metric in metrics_of(module).items():
+        for state, value in saved[name].items():
+            setattr(metric, state, value)
+
+
+def confine_metrics(module: torch.nn.Module, group: Any) -> None:
+    """Makes torchmetrics objects add up over the replicas only, unless the user chose a group."""
+    for metric in metrics_of(module).values():
+        if metric.process_group is None:
+            metric.process_group = group
+            metric.distributed_available_fn = _available if group is not None else _unavailable
+
+
+def release_metrics(module: torch.nn.Module, group: Any) -> None:
+    """Undoes `confine_metrics`."""
+    for metric in metrics_of(module).values():
+        if metric.distributed_available_fn in (_available, _unavailable):
+            metric.process_group = None
+            metric.distributed_available_fn = jit_distributed_available
+
+
+def _available() -> bool:
+    return True
+
+
+def _unavailable() -> bool:
+    return False
