@@ -94,7 +94,8 @@ def all_gather_into(output: Tensor, tensor: Tensor, group: ProcessGroup | None, 
     _check_contiguous(output)
     # The newer name exists from torch 2.13 on, where the older one warns on every call.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(output, tensor.contiguous(), group=group, async_op=async_op)
+    # Flat, because gloo wants parts of the very shape of the input.
+    return gather(output.view(-1), tensor.reshape(-1), group=group, async_op=async_op)
 
 
 def reduce_scatter_into(output: Tensor, tensor: Tensor, group: ProcessGroup | None) -> None:

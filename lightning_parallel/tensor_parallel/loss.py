@@ -143,16 +143,17 @@ class _TokenLosses(torch.autograd.Function):
         normalizer = (every[:, -1] * below.exp()).sum(0)
         log_normalizer = normalizer.log()
         losses = log_normalizer - (1 - smoothing) * (every[:, 1].sum(0) - highest)
+        total = columns.total.to(losses.dtype)
         if smoothing:
             sums = every[:, 2] + columns.counts.to(below.dtype).unsqueeze(-1) * below
-            losses -= smoothing / columns.total * sums.sum(0)
+            losses -= smoothing / total * sums.sum(0)
         # Gradient of a logit: exponential * slope - smoothing / total, and - (1 - smoothing) at the target.
         slope = (maximum - highest).exp_() / normalizer
         if z_loss:
             log_normalizer = log_normalizer + highest
             losses += z_loss * log_normalizer.square()
             slope *= 1 + 2 * z_loss * log_normalizer
-        ctx.save_for_backward(exponentials, slope, column, here, ignored, columns.padding, columns.total)
+        ctx.save_for_backward(exponentials, slope, column, here, ignored, columns.padding, total)
         ctx.smoothing, ctx.dtype = smoothing, logits.dtype
         return losses.masked_fill_(ignored, 0)
 
