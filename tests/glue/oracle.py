@@ -1,0 +1,204 @@
+"""One scenario, run by a plain process and by every rank of a layout, and the comparison of all that it observed.
+
+A scenario is a top-level function of a test module. It gets a `Site`, builds its Trainer and loaders through it, and
+returns plain values (numbers, tensors, strings, lists, dicts) that must not depend on the layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_parallel import TensorPipelineStrategy
+from tests.harness import Ranks
+
+Layout = tuple[int, int, int]
+"""(tensor, pipeline, data)"""
+
+PAIRS: list[Layout] = [(2, 1, 1), (1, 2, 1), (1, 1, 2)]
+LAYOUTS: list[Layout] = [*PAIRS, (1, 2, 2)]
+WIDTH, CLASSES = 8, 4
+PLAN = {"net.blocks.*.fc": "colwise", "net.blocks.*.out": "rowwise"}
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a scenario runs: one rank of a layout, or one plain process (`layout` is None)."""
+
+    layout: Layout | None = None
+    rank: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def replicas(self) -> int:
+        """Number of data ranks."""
+        return 1 if self.layout is None else self.layout[2]
+
+    def trainer(self, **kwargs: Any) -> Trainer:
+        """A quiet Trainer on this site; two epochs unless told otherwise."""
+        where: dict[str, Any] = {"devices": 1}
+        if self.layout is not None:
+            tensor, pipeline, _ = self.layout
+            sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+            where["devices"] = math.prod(self.layout)
+            where["strategy"] = TensorPipelineStrategy(**{"plan": PLAN, **sizes, **self.options})
+        quiet = {
+            "max_epochs": 2,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+        }
+        return Trainer(accelerator="cpu", **where, **{**quiet, **kwargs})
+
+    def loader(self, data: Dataset[Any], batch_size: int, **kwargs: Any) -> DataLoader[Any]:
+        """A loader whose global batches have `batch_size` samples on every site."""
+        return DataLoader(data, batch_size=batch_size // self.replicas, **kwargs)
+
+
+class Samples(Dataset[dict[str, torch.Tensor]]):
+    """Samples by formula; each knows its number."""
+
+    def __init__(self, count: int, first: int = 0) -> None:
+        self.count, self.first = count, first
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        number = self.first + index
+        x = torch.cos(torch.arange(1, WIDTH + 1) * (number + 1) * 0.37)
+        return {"id": torch.tensor(number), "x": x, "y": torch.tensor(number * 7 // 3 % CLASSES)}
+
+
+class Block(nn.Module):
+    """A residual pair of linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, 2 * WIDTH)
+        self.out = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.out(torch.tanh(self.fc(x)))
+
+
+class Net(nn.Module):
+    """A residual network of alike blocks between two linears; weights by formula."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+        set_by_formula(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def set_by_formula(module: nn.Module) -> None:
+    """Start weights that depend on no random stream."""
+    with torch.no_grad():
+        for place, p in enumerate(module.parameters()):
+            values = torch.sin(torch.arange(p.numel(), dtype=torch.float64) * 1.7 + place).view(p.shape)
+            p.copy_(values / math.sqrt(p.shape[-1]) + (1.0 if p.dim() == 1 and place % 2 else 0.0))
+
+
+class Classifier(LightningModule):
+    """What a user would write; subclasses change the part under test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(self.net(batch["x"]), batch["y"])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val_loss", self.loss(batch))
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("test_loss", self.loss(batch))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch["x"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of a module's state."""
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+# ------------------------------------------------------------------------------------------------ comparison
+Scenario = Callable[[Site], Any]
+
+
+def observe(rank: int, world_size: int, scenario: Scenario, layout: Layout, options: Mapping[str, Any]) -> Any:
+    """Runs on a worker: what the scenario observes on one rank of a layout."""
+    return scenario(Site(layout, rank, options))
+
+
+@cache
+def reference(scenario: Scenario) -> Any:
+    """What the scenario observes in one plain process."""
+    return scenario(Site())
+
+
+def check(
+    ranks: Ranks, scenario: Scenario, layout: Layout, atol: float = 1e-5, timeout: float = 60, **options: Any
+) -> None:
+    """Fails unless every rank of a layout observed what the plain process did.
+
+    Args:
+        ranks: the fixture.
+        scenario: top-level function of the test module.
+        layout: (tensor, pipeline, data).
+        atol: for floating point values, absolute and relative to the larger one.
+        timeout: seconds.
+        **options: of the strategy.
+    """
+    expected = reference(scenario)
+    found = ranks(math.prod(layout), observe, scenario, layout, options, launch="lightning", timeout=timeout)
+    for rank, value in enumerate(found):
+        assert_same(value, expected, f"rank {rank} of {layout}", atol)
+
+
+def assert_same(found: Any, expected: Any, where: str, atol: float = 1e-5) -> None:
+    """Equal structure, keys, types, shapes and strings; floating point values within the tolerance."""
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(found, torch.Tensor), f"{where}: {found!r} instead of a tensor"
+        torch.testing.assert_close(found, expected, atol=atol, rtol=atol, equal_nan=True, msg=lambda m: f"{where}: {m}")
+    elif isinstance(expected, Mapping):
+        assert list(found) == list(expected), f"{where}: keys {list(found)} instead of {list(expected)}"
+        for key in expected:
+            assert_same(found[key], expected[key], f"{where}, {key}", atol)
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), f"{where}: {found} instead of {expected}"
+        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_same(one, other, f"{where}, entry {index}", atol)
+    elif isinstance(expected, float):
+        assert math.isclose(found, expected, rel_tol=atol, abs_tol=atol) or (
+            math.isnan(found) and math.isnan(expected)
+        ), f"{where}: {found} instead of {expected}"
+    else:
+        assert found == expected, f"{where}: {found!r} instead of {expected!r}"
