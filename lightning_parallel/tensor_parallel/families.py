@@ -123,12 +123,30 @@ def _assign_vocabulary(model: nn.Module, taken: set[str], assignment: Assignment
         and any(layer.startswith(f"{name}.") for layer in layers)
     )
     embeddings, heads = find_vocabulary(model, inside)
-    for name in embeddings:
-        if name not in taken:
-            assignment.styles[name] = "vocab"
-    for name in heads:
-        if name not in taken:
-            assignment.styles[name] = "colwise_gather"
+    styles = dict.fromkeys(embeddings, "vocab") | dict.fromkeys(heads, "colwise_gather")
+    styles = {name: style for name, style in styles.items() if name not in taken}
+    aliases = _aliases(model, tuple(styles))
+    known = [prefix for prefix, _ in _transformers_roots(model)]
+    foreign = [
+        name for name in aliases if not name.startswith(tuple(f"{prefix}." if prefix else "" for prefix in known))
+    ]
+    if known and not foreign:
+        # Heads of masked language models keep their bias under a second name that nothing reads.
+        assignment.parameters.update(dict.fromkeys(aliases, "vocab"))
+    elif aliases:
+        assignment.notes.append(f"{', '.join(styles)}: share parameters with {', '.join(aliases)}")
+        return
+    assignment.styles.update(styles)
+
+
+def _aliases(model: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Second names of the own parameters of the modules ``names`` in other modules."""
+    own = {id(p) for name in names for p in model.get_submodule(name).parameters(recurse=False)}
+    return tuple(
+        name
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if id(p) in own and name.rpartition(".")[0] not in names
+    )
 
 
 def _join(*parts: str) -> str:

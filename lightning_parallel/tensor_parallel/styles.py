@@ -119,6 +119,8 @@ def parameter_spec(name: str, parameter: nn.Parameter, style: str, ranks: int) -
     try:
         if style == "replicate":
             return None
+        if style == "vocab":
+            return split_vocab(parameter.shape[0], ranks)
         if style == "colwise":
             return split_even(max(dims - 2, 0), parameter.shape[max(dims - 2, 0)], ranks)
         if style == "colwise_gate_up":
@@ -127,7 +129,9 @@ def parameter_spec(name: str, parameter: nn.Parameter, style: str, ranks: int) -
             return split_even(dims - 1, parameter.shape[dims - 1], ranks) if dims > 1 else None
     except ValueError as error:
         raise ValueError(f"{name} ({style}): {error}") from error
-    raise ValueError(f"plan style {style!r} does not fit the parameter {name!r}; use colwise, rowwise or replicate")
+    raise ValueError(
+        f"plan style {style!r} does not fit the parameter {name!r}; use colwise, rowwise, vocab or replicate"
+    )
 
 
 def _check_type(name: str, module: nn.Module, style: str) -> None:

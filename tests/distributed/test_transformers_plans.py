@@ -1,0 +1,96 @@
+"""Models of transformers under the automatic plan against themselves in one process: fp32, loss and gradients 1e-5."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.distributed.tensor_models import compare_with_plain, split_model
+from tests.harness import Ranks
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+transformers: Any = pytest.importorskip("transformers")
+
+BASE = {"vocab_size": 98, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
+GROUPED = BASE | {"num_key_value_heads": 4, "use_cache": False}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
+BERT = BASE | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+GPT2 = {"vocab_size": 98, "n_embd": 32, "n_layer": 2, "n_head": 8, "n_positions": 64, "attn_pdrop": 0.0} | NO_DROPOUT
+VIT = BERT | {"image_size": 16, "patch_size": 4, "num_labels": 5}
+
+# name: (class prefix, head class, options)
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("Llama", "ForCausalLM", GROUPED),
+    "llama_bias": ("Llama", "ForCausalLM", BASE | {"attention_bias": True, "mlp_bias": True}),
+    "llama_kv1": ("Llama", "ForCausalLM", GROUPED | {"num_key_value_heads": 1}),
+    "llama_kv1_eager": ("Llama", "ForCausalLM", GROUPED | {"num_key_value_heads": 1, "attn_implementation": "eager"}),
+    "llama_kv2": ("Llama", "ForCausalLM", GROUPED | {"num_key_value_heads": 2}),
+    "llama_odd_vocabulary": ("Llama", "ForCausalLM", GROUPED | {"vocab_size": 99}),
+    "llama_tied": ("Llama", "ForCausalLM", GROUPED | {"tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", "ForCausalLM", GROUPED),
+    "qwen3": ("Qwen3", "ForCausalLM", GROUPED | {"head_dim": 8}),
+    "mistral": ("Mistral", "ForCausalLM", GROUPED),
+    "gemma2": ("Gemma2", "ForCausalLM", GROUPED | {"head_dim": 8}),
+    "gpt_neox": ("GPTNeoX", "ForCausalLM", BASE | {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
+    "gptj": ("GPTJ", "ForCausalLM", GPT2 | {"rotary_dim": 4}),
+    "phi": ("Phi", "ForCausalLM", GROUPED | NO_DROPOUT),
+    "phi3": ("Phi3", "ForCausalLM", GROUPED | NO_DROPOUT | {"pad_token_id": 0}),
+    "olmo2": ("Olmo2", "ForCausalLM", GROUPED),
+    "starcoder2": ("Starcoder2", "ForCausalLM", GROUPED | {"residual_dropout": 0.0, "embedding_dropout": 0.0}),
+    "cohere": ("Cohere", "ForCausalLM", GROUPED),
+    "granite": ("Granite", "ForCausalLM", GROUPED),
+    "glm4": ("Glm4", "ForCausalLM", GROUPED | {"head_dim": 4, "pad_token_id": 0}),
+    "mixtral": ("Mixtral", "ForCausalLM", GROUPED | {"num_local_experts": 4}),
+    "gpt2": ("GPT2", "LMHeadModel", GPT2),
+    "bert": ("Bert", "ForMaskedLM", BERT),
+    "roberta": ("Roberta", "ForMaskedLM", BERT | {"max_position_embeddings": 64}),
+    "vit": ("ViT", "ForImageClassification", VIT),
+    "opt": ("OPT", "ForCausalLM", BASE | {"ffn_dim": 64, "dropout": 0.0, "max_position_embeddings": 64}),
+}
+
+
+class Holder(nn.Module):
+    """The model inside a user's module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def make(kind: str) -> Holder:
+    torch.manual_seed(0)
+    prefix, head, options = FAMILIES[kind]
+    config = getattr(transformers, f"{prefix}Config")(**options)
+    return Holder(getattr(transformers, f"{prefix}{head}")(config))
+
+
+def loss(holder: nn.Module) -> Tensor:
+    model: Any = holder.model
+    if model.config.model_type == "vit":
+        pixels = (torch.arange(2 * 3 * 16 * 16) * 0.37).sin().view(2, 3, 16, 16)
+        return model(pixel_values=pixels, labels=torch.tensor([1, 4])).loss
+    ids = (torch.arange(24) * 29 % 97 + 1).view(2, 12)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, 9:] = 0
+    return model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+
+
+def check_family(rank: int, world_size: int, kind: str) -> tuple[tuple[str, ...], float]:
+    plain, split = make(kind), make(kind)
+    plan, tags, undo = split_model(split, "auto")
+    compare_with_plain(plain, split, tags, loss, tolerance=1e-5)
+    held = sum(p.numel() for p in split.parameters()) / sum(p.numel() for p in plain.parameters())
+    undo.restore()
+    assert [type(m) for m in split.modules()] == [type(m) for m in plain.modules()]
+    return plan.replicated, held
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("kind", list(FAMILIES))
+def test_family_equals_plain(ranks: Ranks, world_size: int, kind: str) -> None:
+    for replicated, held in ranks(world_size, check_family, kind):
+        assert held < (0.75 if world_size == 2 else 0.62), f"only little is split: whole are {replicated}"
