@@ -67,7 +67,7 @@ def split_sequences(
     numbers.
     """
     hooks = _Hooks(group, plan.sequence_dim, regions)
-    kept = [name for name in plan.blocks if keep(name)]
+    kept = [name for name in plan.blocks if _runs_here(model, name, keep)]
     for name in kept:
         block = model.get_submodule(name)
         enter = partial(hooks.enter_block, name == plan.blocks[0])
@@ -83,6 +83,16 @@ def split_sequences(
     for name in gathering:
         handle = model.get_submodule(name).register_forward_pre_hook(hooks.enter_region, with_kwargs=True)
         undo(handle.remove)
+
+
+def _runs_here(model: nn.Module, block: str, keep: Callable[[str], bool]) -> bool:
+    """Whether this process runs a block: the modules that hold its parameters tell."""
+    holders = [
+        name
+        for name, module in model.get_submodule(block).named_modules(prefix=block)
+        if next(module.parameters(recurse=False), None) is not None
+    ]
+    return all(map(keep, holders or [block]))
 
 
 class _Hooks:

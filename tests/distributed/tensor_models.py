@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -165,6 +166,17 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x, *extra)
         return self.head(self.norm(x))
+
+
+class Holder(nn.Module):
+    """A model inside a user's module, so that its names have a prefix."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
 
 
 def build(kind: str) -> nn.Module:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from tests.distributed.tensor_models import build, compare_with_plain, language_loss, split_model
+from lightning_parallel.tensor_parallel.parallelize import parallelize_module, shard_parameters
+from lightning_parallel.tensor_parallel.plan import resolve_plan
+from tests.distributed.formulas import wave
+from tests.distributed.tensor_models import Holder, build, compare_with_plain, fill, language_loss, split_model
 from tests.harness import Ranks
 
 worlds = pytest.mark.parametrize("world_size", [2, 4])
@@ -27,3 +33,154 @@ def check_automatic(rank: int, world_size: int, kind: str) -> tuple[str, ...]:
 def test_automatic_plan(ranks: Ranks, world_size: int, kind: str) -> None:
     for replicated in ranks(world_size, check_automatic, kind):
         assert replicated == ("pos",)
+
+
+EXPLICIT: dict[str, dict[str, str]] = {
+    "view": {"attn.c_attn": "colwise_qkv", "attn.c_proj": "rowwise"},
+    "split": {"model.blocks.*.attn.qkv": "colwise_qkv", "model.blocks.*.attn.proj": "rowwise"},
+    "chunk": {
+        "blocks.*.attn.qkv": "colwise_qkv",
+        "blocks.*.attn.proj": "rowwise",
+        "blocks.*.attn.q_norm": "grad_sum",
+        "blocks.*.attn.k_norm": "replicated_with_grad_allreduce",
+        "mlp.0": "colwise",
+        "mlp.2": "rowwise",
+    },
+    "view_tied": {"mlp.0": "colwise_rep", "mlp.2": "rowwise_rep", "tok": "embedding_rowwise", "head": "colwise_rep"},
+    "grouped2": {
+        "mlp.w1": "colwise",
+        "mlp.w3": "colwise",
+        "mlp.w2": "rowwise",
+        "blocks.0.mlp.w1": "replicate",
+        "blocks.0.mlp.w3": "replicate",
+        "blocks.0.mlp.w2": "replicate",
+    },
+}
+
+
+def check_explicit(rank: int, world_size: int, kind: str) -> tuple[str, ...]:
+    plain, split = Holder(build(kind)), Holder(build(kind))
+    plan, tags, _ = split_model(split, EXPLICIT[kind])
+    compare_with_plain(plain, split, tags, lambda model: language_loss(model.get_submodule("model")))
+    return plan.replicated
+
+
+@worlds
+@pytest.mark.parametrize(
+    ("kind", "whole"),
+    [
+        ("view", ("tok", "pos", "blocks.0.mlp.0", "blocks.0.mlp.2", "blocks.1.mlp.0", "blocks.1.mlp.2", "head")),
+        ("split", ("tok", "pos", "blocks.0.mlp.0", "blocks.0.mlp.2", "blocks.1.mlp.0", "blocks.1.mlp.2", "head")),
+        ("chunk", ("tok", "pos", "head")),
+    ],
+)
+def test_explicit_plan(ranks: Ranks, world_size: int, kind: str, whole: tuple[str, ...]) -> None:
+    """What no pattern covers stays whole and is listed."""
+    for replicated in ranks(world_size, check_explicit, kind):
+        assert replicated == tuple(f"model.{name}" for name in whole)
+
+
+@worlds
+@pytest.mark.parametrize("kind", ["view_tied", "grouped2"])
+def test_explicit_plan_of_gathers_and_exceptions(ranks: Ranks, world_size: int, kind: str) -> None:
+    ranks(world_size, check_explicit, kind)
+
+
+class Pair(nn.Module):
+    """Two Linears with whatever names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(6, 8)
+        self.narrow = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(torch.tanh(self.wide(x)))
+
+
+def check_pair(rank: int, world_size: int) -> tuple[list[tuple[int, ...]], list[Tensor]]:
+    plain, split = fill(Pair()), fill(Pair())
+    plan, tags, undo = split_model(split, {"wide": "colwise", "narrow": "rowwise"})
+    assert plan.replicated == ()
+    x = wave(5, 6).requires_grad_()
+    inputs: list[Tensor] = []
+
+    def loss(model: nn.Module) -> Tensor:
+        y = model(x)
+        total = (y * wave(5, 3, phase=0.3)).sum()
+        inputs.append(torch.autograd.grad(total, x, retain_graph=True)[0])
+        return total
+
+    compare_with_plain(plain, split, tags, loss)
+    torch.testing.assert_close(inputs[1], inputs[0], rtol=1e-12, atol=1e-12)
+    shapes = [tuple(p.shape) for p in split.parameters()]
+    undo.restore()
+    undo.restore()
+    assert repr(split) == repr(plain)
+    return shapes, [p.detach().clone() for p in split.parameters()]
+
+
+def test_any_pair_of_linears(ranks: Ranks) -> None:
+    (shapes, first), (_, second) = ranks(2, check_pair)
+    assert shapes == [(4, 6), (4,), (3, 4), (3,)]
+    assert not torch.equal(first[0], second[0]), "two shards of one matrix are never equal copies"
+    assert torch.equal(first[3], second[3])
+
+
+def check_accumulation(rank: int, world_size: int) -> None:
+    """Two micro-batches before the gradients are read: nothing may be reduced twice."""
+    plain, split = build("grouped1"), build("grouped1")
+    _, tags, _ = split_model(split, "auto")
+    language_loss(split).backward()
+    language_loss(plain).backward()
+    compare_with_plain(plain, split, tags, language_loss)
+
+
+def test_gradients_accumulate(ranks: Ranks) -> None:
+    ranks(4, check_accumulation)
+
+
+def check_kept(rank: int, world_size: int) -> list[str]:
+    model = build("view")
+    group = dist.group.WORLD
+    plan = resolve_plan(model, "auto", world_size)
+    tags = plan.tags(model)
+    first = model.get_submodule("blocks.0")
+
+    def keep(name: str) -> bool:
+        return name.startswith("blocks.0")
+
+    undo = parallelize_module(model, plan, group, keep=keep)
+    shard_parameters(model, tags, rank, keep=keep)
+    changed = [name for name, p in model.named_parameters() if tuple(p.shape) != tags[name].shape]
+    x = wave(2, 5, 32).requires_grad_()
+    expected = build("view").get_submodule("blocks.0")(x)
+    torch.testing.assert_close(first(x), expected, rtol=1e-12, atol=1e-12)
+    assert model.get_submodule("blocks.1.attn").n_head == 8
+    undo.restore()
+    assert first.get_submodule("attn").n_head == 8
+    return changed
+
+
+def test_only_kept_modules_change(ranks: Ranks) -> None:
+    for changed in ranks(2, check_kept):
+        assert changed == [
+            "blocks.0.attn.c_attn.weight",
+            "blocks.0.attn.c_attn.bias",
+            "blocks.0.attn.c_proj.weight",
+            "blocks.0.mlp.0.weight",
+            "blocks.0.mlp.0.bias",
+            "blocks.0.mlp.2.weight",
+        ]
+
+
+def check_wrong_size(rank: int, world_size: int) -> None:
+    model = build("view")
+    plan = resolve_plan(model, "auto", 4)
+    with pytest.raises(ValueError, match="plan is for tensor_parallel_size=4, but the group has 2 ranks"):
+        parallelize_module(model, plan, dist.group.WORLD)
+    assert repr(model) == repr(build("view"))
+
+
+def test_plan_for_another_size_is_refused(ranks: Ranks) -> None:
+    ranks(2, check_wrong_size)
