@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from lightning_parallel import comm
 from lightning_parallel.blocks import resolve_blocks
 from lightning_parallel.checkpoint.consolidate import ModelShards
+from lightning_parallel.checkpoint.optimizer_states import split_optimizer_state
 from lightning_parallel.mesh import Mesh, add_stage_groups
 from lightning_parallel.parameters import ParameterTag
 from lightning_parallel.pipeline.cut import StageCut
@@ -24,6 +25,7 @@ from lightning_parallel.strategies.config import PipelineConfig, TensorParallelC
 from lightning_parallel.tensor_parallel.parallelize import parallelize_module, shard_parameters
 from lightning_parallel.tensor_parallel.plan import resolve_plan
 from lightning_parallel.tensor_parallel.rules import TensorPlan
+from lightning_parallel.tensor_parallel.shards import all_gather_full, shard_tensor
 
 __all__ = ["Partition", "agree", "make_partition", "materialize", "synchronize_start"]
 
@@ -50,17 +52,29 @@ def agree(mesh_group: Any, work: Callable[[], Any]) -> Any:
     return result
 
 
-def materialize(module: nn.Module, device: torch.device) -> None:
+def materialize(module: nn.Module, device: torch.device, given: Collection[str] = ()) -> None:
     """Gives modules on the meta device memory and start weights, in the order of construction.
 
-    Every rank draws the same numbers in the same order, whatever part of the model it will keep.
+    Every rank draws the same numbers in the same order, whatever part of the model it will keep. Parameters and buffers
+    stay the same objects, so that ties and optimizers survive.
+
+    Args:
+        module: the plain module.
+        device: where it gets its memory.
+        given: names in its state dict whose values are loaded afterwards: nothing is drawn for them.
 
     Raises:
         ValueError: a module with own parameters on the meta device has no `reset_parameters`.
     """
     for name, child in module.named_modules():
-        own = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
-        if not any(t.is_meta for t in own):
+        prefix = f"{name}." if name else ""
+        own = {prefix + leaf: t for leaf, t in _own_tensors(child).items()}
+        empty = {key: t for key, t in own.items() if t.is_meta}
+        if not empty:
+            continue
+        for tensor in empty.values():
+            _give_memory(tensor, device)
+        if all(key in given for key in empty):
             continue
         reset = getattr(child, "reset_parameters", None)
         if not callable(reset):
@@ -68,23 +82,37 @@ def materialize(module: nn.Module, device: torch.device) -> None:
                 f"{name or type(child).__name__} was built on the meta device and has no reset_parameters() to start "
                 "its weights; define it, or build the module outside of the meta device"
             )
-        child.to_empty(device=device, recurse=False)
+        kept = {key: t.detach().clone() for key, t in own.items() if key not in empty}  # tied to an earlier module
         with torch.no_grad():
             reset()
+            for key, value in kept.items():
+                own[key].copy_(value)
+
+
+def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    parts = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return dict(parts)
+
+
+def _give_memory(tensor: torch.Tensor, device: torch.device) -> None:
+    """Turns a meta tensor into one with memory, as the same Python object."""
+    real: torch.Tensor = torch.empty_like(tensor, device=device)
+    if isinstance(tensor, nn.Parameter):
+        real = nn.Parameter(real, requires_grad=tensor.requires_grad)
+    real.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, real)
 
 
 def synchronize_start(module: nn.Module, mesh: Mesh) -> None:
     """Makes every rank start from rank 0's weights, and every replica's ranks from one random state.
 
-    The world's first rank decides about weights on the CPU or device; weights on the meta device are drawn later, from
-    rank 0's random state.
+    Weights that are still on the meta device are drawn first.
     """
+    materialize(module, torch.device("cpu"))
     if mesh.layout.world_size == 1:
         return
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
-            if tensor.is_meta:
-                continue
             shared = tensor.detach().to(mesh.device).contiguous()
             comm.broadcast_(shared, 0, mesh.world)
             if shared.data_ptr() != tensor.data_ptr():
@@ -117,6 +145,7 @@ class Partition:
     undo_tensor: Any
     names: dict[int, str]
     originals: dict[str, nn.Parameter]
+    undo_copies: list[Callable[[], None]] = field(default_factory=list)
     restored: bool = False
 
     @property
@@ -129,28 +158,21 @@ class Partition:
         stand_ins = self.cut.stand_ins if self.cut is not None else {}
         for group in optimizer.param_groups:
             group["params"] = [stand_ins.get(id(p), p) for p in group["params"]]
-        for parameter in list(optimizer.state):
-            name = self.names.get(id(parameter))
-            if name is None:
-                continue
-            if not self.shards.holds(name):
-                del optimizer.state[parameter]
-                continue
-            entry = optimizer.state[parameter]
-            for key, value in entry.items():
-                if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) == self.tags[name].shape:
-                    entry[key] = self.shards.slice(name, value).to(self.mesh.device)
+        split_optimizer_state(self.shards, optimizer, self.names)
 
     def split_copies(self, copies: list[tuple[Any, str, nn.Module]]) -> None:
         """Splits copies of the plain module that callbacks made (weight averages) in the same way.
 
         Args:
-            copies: (holder, attribute, copy); the attribute is replaced by a split module with the copy's values.
+            copies: (holder, attribute, copy); the attribute is replaced by a split module with the copy's values, whose
+                state dict is whole again so that callbacks can save it.
         """
         for holder, attribute, whole in copies:
             values = whole.state_dict()
             part = _compat.copy_module(self.module, {})
-            ModelShards(part, self.tags, self.shards.keys, self.mesh, self.cut_plan).load_full_state_dict(values, False)
+            shards = self.shards.of(part)
+            shards.load_full_state_dict(values, False)
+            self.undo_copies.append(shards.show_whole())
             setattr(holder, attribute, part)
 
     def restore(self, keep_weights: bool) -> None:
@@ -160,19 +182,20 @@ class Partition:
             keep_weights: gather the trained weights into the module on every rank; otherwise parameters of other ranks
                 are left empty.
         """
-        state = self.shards.full_state_dict() if keep_weights else {}
+        parameters = self.shards.full_parameters() if keep_weights else {}
+        buffers = self.shards.full_buffers() if keep_weights else {}
+        for undo in self.undo_copies:
+            undo()
         if self.cut is not None:
             self.cut.restore()
         self.undo_tensor.restore()
         self.module.to("cpu")
-        buffers = dict(self.module.named_buffers())
-        for key, value in state.items():
-            name = self.shards.keys.get(key)
-            if name is not None:
-                self.originals[name].data = value
-                self.originals[name].grad = None
-            elif key in buffers and isinstance(value, torch.Tensor):
-                buffers[key].data = value
+        for name, value in parameters.items():
+            self.originals[name].data = value
+            self.originals[name].grad = None
+        for name, buffer in self.module.named_buffers():
+            if name in buffers:
+                buffer.data = buffers[name]
         _compat.set_module_device(self.module, torch.device("cpu"))
         self.restored = True
 
@@ -220,7 +243,7 @@ def make_partition(
     cut_plan = comm.broadcast_object(cut_plan, 0, mesh.world)
     tags = _with_stages(tensor_plan.tags(module), cut_plan)
     add_stage_groups(mesh, tuple(sorted({tag.stages for tag in tags.values() if tag.shared})))
-    shards = ModelShards(module, tags, keys, mesh, cut_plan)
+    shards = ModelShards(module, tags, keys, mesh, cut_plan, all_gather_full, shard_tensor)
     undo, cut = _apply(module, shards, tensor_plan, cut_plan)
     if cut is not None:
         names |= {id(stand_in): names[original] for original, stand_in in cut.stand_ins.items()}
@@ -230,7 +253,7 @@ def make_partition(
 def _apply(
     module: LightningModule, shards: ModelShards, tensor_plan: TensorPlan, cut_plan: CutPlan | None
 ) -> tuple[Any, StageCut | None]:
-    """Converts the module in place: memory for weights, tensor-parallel layers and shards, the cut, the device."""
+    """Converts the module in place: tensor-parallel layers and shards, the cut, the device."""
     mesh = shards.mesh
 
     def is_local(name: str) -> bool:
@@ -240,9 +263,8 @@ def _apply(
         own = [f"{module_name}.{leaf}" if module_name else leaf for leaf in _own_parameters(module, module_name)]
         return all(is_local(name) for name in own)
 
-    materialize(module, torch.device("cpu"))
     undo = parallelize_module(module, tensor_plan, mesh.tensor, keep=keeps)
-    shard_parameters(module, shards.tags, mesh.tensor_rank, keep=is_local)
+    shard_parameters(module, shards.tags, mesh.tensor_rank, keep=keeps)
     cut = None
     if cut_plan is not None:
         cut = StageCut(module, cut_plan, mesh.stage, mesh.device)
