@@ -59,8 +59,8 @@ class _Walk:
         loss = _loss_of(output)
         if loss is None:
             raise RuntimeError(
-                "training_step returned None for a micro-batch; skipping a step is not possible when several "
-                "processes take part in it"
+                f"training_step returned {type(output).__name__} without a scalar loss for a micro-batch; return a "
+                "loss every time: skipping a step is not possible when several processes take part in it"
             )
         self.runner.start_backward(loss * self.scales[micro_batch].to(loss.dtype))
 
@@ -92,6 +92,7 @@ class StepRunner:
         self.reducer: GradientReducer | None = None
         self.completer: GradientCompleter | None = None
         self.accumulating = False
+        self.manual_share: torch.Tensor | None = None
         self._combine = ReplicaCombiner(mesh)
         self._share = TreeBroadcast(mesh)
 
@@ -126,6 +127,8 @@ class StepRunner:
     # -------------------------------------------------------------- training
     def train_direct(self, call: Callable[[Any], Any], batch: Any, counts: bool, number: tuple[int, ...]) -> Any:
         """One step on the whole batch; the returned loss is that of the global batch and carries the graph."""
+        if self.mesh.data is not None and not self.module.automatic_optimization:
+            self.manual_share = self._replica_share(batch, counts)
         recorder = LogRecorder()
         recorder.start_micro_batch(batch)
         with _compat.logged_to(self.trainer, recorder) as collection, self.random_scope("train", *number):
@@ -136,10 +139,23 @@ class StepRunner:
             weight = loss_weights([batch], self.options.loss_weight, counts, self.mesh.device)[0]
             value, total, merged = self._combine(loss, weight, calls if self.options.sync_logs else [])
             calls = merged if self.options.sync_logs else calls
-            if loss is not None and value is not None and self.module.automatic_optimization:
-                output = _with_loss(output, global_loss(loss, value, weight / total))
+            if loss is not None and value is not None:
+                share = weight / total
+                graph = self.module.automatic_optimization
+                output = _with_loss(output, global_loss(loss, value, share) if graph else value.to(loss.dtype))
         self._replay(collection, calls, recorder)
         return output
+
+    def _replica_share(self, batch: Any, counts: bool) -> torch.Tensor:
+        """What the losses of manual optimization are multiplied by, so that averages over replicas are global means.
+
+        Averaged and not summed, because the user may accumulate over several backward passes: what has been averaged
+        already stays as it is when it is averaged again.
+        """
+        weight = loss_weights([batch], self.options.loss_weight, counts, self.mesh.device)[0]
+        total = weight.clone()
+        comm.all_reduce_(total, self.mesh.data)
+        return weight * self.mesh.layout.data / total
 
     def train_schedule(self, call: Callable[[Any], Any], batch: Any, counts: bool, number: tuple[int, ...]) -> Any:
         """Forward and backward of every micro-batch; gradients are in `.grad` afterwards, the loss has no graph."""
@@ -282,7 +298,8 @@ class _Opaque:
 
 
 def _loss_of(output: Any) -> torch.Tensor | None:
-    return output.get("loss") if isinstance(output, dict) else output
+    loss = output.get("loss") if isinstance(output, dict) else output
+    return loss if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
 
 
 def _with_loss(output: Any, loss: torch.Tensor | None) -> Any:

@@ -134,6 +134,12 @@ class TensorPipelineStrategy(PartitionedStrategy):
             )
 
     def _example_batch(self, trainer: Trainer) -> Any:
+        micro_batches = self.pipeline_config.micro_batches_for(self.layout.pipeline)
+        if micro_batches > 1 and not module.automatic_optimization:
+            raise ValueError(
+                f"{type(module).__name__} uses manual optimization, whose steps cannot be split into "
+                f"micro_batches={micro_batches}; use micro_batches=1 and accumulate gradients in training_step"
+            )
         """A micro-batch to plan the pipeline with, as `training_step` will see it."""
         with self._random_state_kept():
             batch = _compat.example_training_batch(trainer)
@@ -278,6 +284,8 @@ class TensorPipelineStrategy(PartitionedStrategy):
             if runner.reduces_now:
                 runner.finish_gradients()
         else:
+            if runner.manual_share is not None:
+                closure_loss = closure_loss * runner.manual_share.to(closure_loss.dtype)
             for p, new in self._set_aside:
                 p.grad = new if p.grad is None or new is None else new.add_(p.grad)
             self._set_aside = []

@@ -1,0 +1,103 @@
+"""A small language model as a user would write it, by formula, and what a training run of it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from tests.glue.oracle import Layout, Site, set_by_formula, weights
+
+EVERY: list[Layout] = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 1, 2), (2, 2, 2)]
+"""Every layout of one or two ranks per dimension."""
+VOCABULARY, LENGTH = 12, 5
+
+
+class Tokens(Dataset[torch.Tensor]):
+    """Sequences of LENGTH + 1 tokens by formula."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return (torch.arange(LENGTH + 1) * (index + 3) + index * index) % VOCABULARY
+
+
+class Layer(nn.Module):
+    """A pre-norm transformer layer."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc, self.out = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        samples, length, _ = x.shape
+        q, k, v = (t.view(samples, length, self.heads, -1).transpose(1, 2) for t in self.qkv(self.ln1(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).reshape(samples, length, -1))
+        return x + self.out(F.gelu(self.fc(self.ln2(x))))
+
+
+class GPT(LightningModule):
+    """Embedding, layers and head; `configure_optimizers` is set by the scenario."""
+
+    def __init__(self, layers: int = 3, width: int = 8, heads: int = 2) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(VOCABULARY, width)
+        self.pos = nn.Embedding(LENGTH, width)
+        self.layers = nn.ModuleList(Layer(width, heads) for _ in range(layers))
+        self.ln = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        set_by_formula(self)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tok(tokens) + self.pos(torch.arange(tokens.shape[1], device=tokens.device))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.ln(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Record(Callback):
+    """Loss, logged value, step count and learning rates after every batch."""
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *args: Any) -> None:
+        rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        logged = {key: float(value) for key, value in sorted(trainer.callback_metrics.items())}
+        self.batches.append((float(outputs["loss"]), logged, trainer.global_step, rates))
+
+
+def fit(
+    site: Site,
+    module: LightningModule,
+    data: Dataset[Any] | None = None,
+    batch_size: int = 8,
+    callbacks: Sequence[Callback] = (),
+    **trainer: Any,
+) -> Any:
+    """Trains, by default two epochs of five batches with an uneven last one; all that the run showed."""
+    record = Record()
+    runner = site.trainer(callbacks=[record, *callbacks], **trainer)
+    runner.fit(module, site.loader(Tokens(36) if data is None else data, batch_size))
+    return {"batches": record.batches, "weights": weights(module), "steps": runner.global_step}
