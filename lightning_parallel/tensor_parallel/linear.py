@@ -81,6 +81,11 @@ def _cast_operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
+def _rows(tensor: Tensor) -> Tensor:
+    """As a matrix of one row per token, also for one token or for empty rows."""
+    return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.flatten(0, -2)
+
+
 class _ColumnLinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, transposed: bool, *parameters: Any) -> Any:
@@ -96,7 +101,7 @@ class _ColumnLinears(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         group, transposed, needs = ctx.group, ctx.transposed, ctx.needs_input_grad
         differentiable = torch.is_grad_enabled()  # only under create_graph
-        flat = [None if grad is None else grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        flat = [None if grad is None else _rows(grad) for grad in grads]
         dx, work = None, None
         if needs[0]:
             for grad, weight in zip(flat, weights, strict=True):
@@ -109,8 +114,7 @@ class _ColumnLinears(torch.autograd.Function):
             work = comm.all_reduce_(dx, group, async_op=True)
         out: list[Tensor | None] = [None if dx is None else dx.view(ctx.shape), None, None]
         if x is not None:
-            x = comm.copy_to_group(x, group) if differentiable else x
-            x = x.reshape(-1, x.shape[-1])
+            x = _rows(comm.copy_to_group(x, group) if differentiable else x)
         for i, grad in enumerate(flat):
             weight_grad, bias_grad = None, None
             if grad is not None and needs[3 + 2 * i]:
@@ -153,14 +157,14 @@ class _RowLinear(torch.autograd.Function):
             if differentiable:
                 raise RuntimeError("second derivatives through a sequence-parallel linear are not supported")
             grad = comm.all_gather_dim(grad, ctx.group, ctx.scatter_dim, ctx.sizes)
-        dbias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs[3] else None
+        dbias = _rows(grad).sum(0) if needs[3] else None
         if differentiable:  # under create_graph: what follows differs between the ranks
             grad = comm.copy_to_group(grad, ctx.group)
-        grad = grad.reshape(-1, grad.shape[-1])
+        grad = _rows(grad)
         dx = dweight = None
         if weight is not None:
             dx = grad.mm(weight.t() if ctx.transposed else weight).view(ctx.shape)
         if x is not None:
-            x = x.reshape(-1, x.shape[-1])
+            x = _rows(x)
             dweight = x.t().mm(grad) if ctx.transposed else grad.t().mm(x)
         return dx, None, dweight, dbias, None, None
