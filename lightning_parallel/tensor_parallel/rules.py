@@ -137,6 +137,9 @@ class TensorPlan:
             for block in self.blocks:
                 module = model.get_submodule(block)
                 partial.update(f"{block}.{leaf}" for leaf, _ in module.named_parameters(remove_duplicate=False))
+            # A row layer's backward gathers the gradient of all tokens, for its weight: its bias gets all of it too.
+            rows = [rule.name for rule in self.rules if rule.style in {"rowwise", "attention_output"}]
+            partial.difference_update(f"{name}.bias" for name in rows)
         return partial
 
     def describe(self, model: nn.Module | None = None) -> tuple[tuple[str, str, str], ...]:
