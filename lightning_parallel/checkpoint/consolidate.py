@@ -5,31 +5,39 @@ Names, shapes and order are always those of the user's plain model, whatever the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from lightning_parallel import comm
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.parameters import ParameterTag, describe_difference, name_difference
-from lightning_parallel.pipeline.placeholder import Placeholder
 from lightning_parallel.pipeline.trace import CutPlan
-from lightning_parallel.tensor_parallel.shards import all_gather_full, shard_tensor
+from lightning_parallel.tensor_parallel.sharding import ShardSpec
 
 __all__ = ["ModelShards"]
+
+_EXTRA_STATE = "_extra_state"  # torch's suffix for what `nn.Module.get_extra_state` returns
+
+Join = Callable[[torch.Tensor, ShardSpec, tuple[int, ...], Any], torch.Tensor]
+Cut = Callable[[torch.Tensor, ShardSpec, int], torch.Tensor]
 
 
 class ModelShards:
     """The local part of a model, and how it relates to the plain one.
 
     Args:
-        module: the model in its parallel form (shards and placeholders).
+        module: the model in its parallel form (shards and placeholders), or before it takes that form.
         tags: tag of every parameter of the plain model, in the order of `named_parameters()`.
         keys: every name in the plain model, also aliases of tied parameters -> the parameter's first name.
         mesh: groups of this rank.
         plan: how the pipeline was cut; None for one stage.
+        join: (local, spec, full shape, tensor group) -> full tensor on every rank of the group.
+        cut: (full, spec, tensor rank) -> what the rank holds of it, as a copy.
     """
 
     def __init__(
@@ -39,12 +47,20 @@ class ModelShards:
         keys: Mapping[str, str],
         mesh: Mesh,
         plan: CutPlan | None,
+        join: Join,
+        cut: Cut,
     ) -> None:
         self.module = module
         self.tags = tags
         self.keys = keys
         self.mesh = mesh
         self.plan = plan
+        self._join = join
+        self._cut = cut
+
+    def of(self, module: nn.Module) -> ModelShards:
+        """The same for a copy of the parallel module."""
+        return ModelShards(module, self.tags, self.keys, self.mesh, self.plan, self._join, self._cut)
 
     # -------------------------------------------------------------- single tensors
     def holds(self, name: str) -> bool:
@@ -62,7 +78,7 @@ class ModelShards:
         else:
             full = local.detach().to(mesh.device)
             if tag.shard is not None and mesh.tensor is not None:
-                full = all_gather_full(full, tag.shard, tag.shape, mesh.tensor)
+                full = self._join(full, tag.shard, tag.shape, mesh.tensor)
         if mesh.pipeline is not None and len(tag.stages) < mesh.layout.pipeline:
             full = full.contiguous()
             comm.broadcast_(full, mesh.rank_of_stage(tag.stages[0]), mesh.pipeline)
@@ -71,42 +87,90 @@ class ModelShards:
     def slice(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a full tensor."""
         spec = self.tags[name].shard
-        return full if spec is None else shard_tensor(full, spec, self.mesh.tensor_rank)
-
-    def _broadcast_from_stage(self, value: torch.Tensor, stage: int) -> torch.Tensor:
-        if self.mesh.pipeline is None:
-            return value
-        if isinstance(value, Placeholder):
-            value = torch.empty(value.shape, dtype=value.dtype, device=self.mesh.device)
-        value = value.detach().to(self.mesh.device).contiguous().clone()
-        comm.broadcast_(value, self.mesh.rank_of_stage(stage), self.mesh.pipeline)
-        return value
+        return full if spec is None else self._cut(full, spec, self.mesh.tensor_rank)
 
     # -------------------------------------------------------------- whole models
-    def full_state_dict(self, local: Mapping[str, Any] | None = None, keep: bool = True) -> dict[str, Any]:
-        """What `state_dict()` of the plain model would hold, on the CPU. Collective over the replica.
+    def full_parameters(self, keep: bool = True) -> dict[str, torch.Tensor]:
+        """Every parameter of the plain model once, on the CPU. Collective over the replica.
 
         Args:
-            local: a state dict of the parallel module (or of a copy of it); by default of the module itself.
             keep: False returns meta tensors (shapes without data) and saves the memory; the rank still takes part.
         """
-        local = self.module.state_dict() if local is None else local
-        gathered: dict[str, torch.Tensor] = {}
-        full: dict[str, Any] = {}
-        for key, value in local.items():
-            name = self.keys.get(key)
-            if not isinstance(value, torch.Tensor):
-                full[key] = value
-            elif name is None:
-                full[key] = _to_cpu(self._broadcast_from_stage(value, self._stage_of_buffer(key)), keep)
-            else:
-                if name not in gathered:
-                    held = value if self.holds(name) and not isinstance(value, Placeholder) else None
-                    gathered[name] = _to_cpu(self.gather(name, held, value.dtype), keep)
-                full[key] = gathered[name]
+        found = dict(self.module.named_parameters())
+        return {
+            name: on_cpu(self.gather(name, found[name] if self.holds(name) else None, found[name].dtype), keep)
+            for name in self.tags
+        }
+
+    def full_buffers(self, keep: bool = True) -> dict[str, torch.Tensor]:
+        """Every buffer as the stage has it that owns it, on the CPU. Collective over the replica."""
+        full = {}
+        for name, buffer in self.module.named_buffers():
+            value = buffer.detach()
+            if self.mesh.pipeline is not None:
+                value = value.to(self.mesh.device).contiguous().clone()
+                comm.broadcast_(value, self.mesh.rank_of_stage(self._stage_of(name)), self.mesh.pipeline)
+            full[name] = on_cpu(value, keep)
         return full
 
-    def _stage_of_buffer(self, key: str) -> int:
+    def full_state_dict(self, keep: bool = True) -> dict[str, Any]:
+        """What `state_dict()` of the plain model would return, on the CPU. Collective over the replica.
+
+        The module's own `state_dict`, with all hooks and overrides of the user, runs over full tensors.
+
+        Args:
+            keep: False returns meta tensors (shapes without data) and saves the memory; the rank still takes part.
+        """
+        with self._whole(self.full_parameters(keep), self.full_buffers(keep)):
+            state = self.module.state_dict()
+        return self._with_extra_states(state)
+
+    def outline(self) -> dict[str, Any]:
+        """Like `full_state_dict(keep=False)`, from what this rank knows alone."""
+        found = dict(self.module.named_parameters())
+        parameters = {
+            name: torch.empty(tag.shape, dtype=found[name].dtype, device="meta") for name, tag in self.tags.items()
+        }
+        buffers = {name: torch.empty_like(b, device="meta") for name, b in self.module.named_buffers()}
+        with self._whole(parameters, buffers):
+            return self.module.state_dict()
+
+    @contextmanager
+    def _whole(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Puts full tensors where the module keeps its parameters and buffers; ties stay ties."""
+        tensors: list[tuple[dict[str, Any], str, Any]] = []
+        local = dict(self.module.named_parameters())
+        stand_ins: dict[int, torch.Tensor] = {}
+        for name, p in local.items():
+            full = parameters[self.keys[name]]
+            stand_ins[id(p)] = nn.Parameter(full, requires_grad=p.requires_grad and _can_require_grad(full))
+        stand_ins |= {id(b): buffers[name] for name, b in self.module.named_buffers()}
+        try:
+            for module in self.module.modules():
+                registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+                for registry in registries:
+                    for leaf, tensor in registry.items():
+                        if tensor is not None:
+                            tensors.append((registry, leaf, tensor))
+                            registry[leaf] = stand_ins[id(tensor)]
+            yield
+        finally:
+            for registry, leaf, tensor in tensors:
+                registry[leaf] = tensor
+
+    def _with_extra_states(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Takes what modules return from `get_extra_state` from the stage that runs them."""
+        if self.mesh.control is None:
+            return state
+        extra = {k: _tree_to_cpu(v) for k, v in state.items() if k.endswith(_EXTRA_STATE) and self._is_home(k)}
+        for part in comm.gather_objects(extra, self.mesh.control):
+            state.update({k: v for k, v in part.items() if k in state})
+        return state
+
+    def _is_home(self, key: str) -> bool:
+        return self._stage_of(key) == self.mesh.stage
+
+    def _stage_of(self, key: str) -> int:
         """The stage whose copy of a buffer counts: where its block, or the parameters of its module, live."""
         if self.plan is None:
             return 0
@@ -147,84 +211,59 @@ class ModelShards:
                 if not self.holds(name):
                     continue
                 value = self.slice(name, value)
-            elif isinstance(local[key], Placeholder):
-                continue
             chosen[key] = value
         self.module.load_state_dict(chosen, strict=False)
 
-    # -------------------------------------------------------------- optimizers
-    def full_optimizer_state(
-        self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], keep: bool = True
-    ) -> dict[str, Any]:
-        """What `optimizer.state_dict()` of the plain run would hold, on the CPU. Collective over the replica.
+    # -------------------------------------------------------------- copies that callbacks keep
+    def show_whole(self) -> Callable[[], None]:
+        """Makes `state_dict()` of the module return full tensors, also as a part of another module.
 
-        Args:
-            optimizer: its groups hold every parameter of the plain run in order (placeholders for foreign ones).
-            names: id of a parameter object in the groups -> name in the plain model.
-            keep: False returns no state and saves the memory; the rank still takes part.
+        For copies that callbacks keep (weight averages) and save from every rank at once: `state_dict()` becomes
+        collective over the replica. Ranks other than the first get meta tensors.
+
+        Returns:
+            A function that undoes it.
         """
-        packed = optimizer.state_dict()
-        ordered = [p for group in optimizer.param_groups for p in group["params"]]
-        layout = self._state_layout(optimizer, ordered, names)
-        state: dict[int, dict[str, Any]] = {}
-        for index, parameter in enumerate(ordered):
-            name = names[id(parameter)]
-            if name not in layout:
+        return self.module.register_state_dict_post_hook(_WholeView(self)).remove
+
+
+class _WholeView:
+    """The hook of `ModelShards.show_whole`; further copies of the module are served by the same hook."""
+
+    def __init__(self, shards: ModelShards) -> None:
+        self.shards = shards
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _WholeView:
+        return self
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        shards = self.shards.of(module)
+        if shards.mesh.data_rank == 0:
+            keep = shards.mesh.rank == 0
+            parameters, buffers = shards.full_parameters(keep), shards.full_buffers(keep)
+        else:
+            parameters, buffers = {}, {}
+        for key, value in state.items():
+            name = key.removeprefix(prefix)
+            if not key.startswith(prefix) or not isinstance(value, torch.Tensor):
                 continue
-            entry: dict[str, Any] = {}
-            local_state = optimizer.state.get(parameter, {})
-            for key, (kind, value) in layout[name].items():
-                if kind == "shard":
-                    local = local_state.get(key) if self.holds(name) else None
-                    entry[key] = _to_cpu(self.gather(name, local, value), keep)
-                else:
-                    entry[key] = value
-            state[index] = entry
-        return {"state": state if keep else {}, "param_groups": packed["param_groups"]}
-
-    def _state_layout(
-        self, optimizer: torch.optim.Optimizer, ordered: Iterable[nn.Parameter], names: Mapping[int, str]
-    ) -> dict[str, dict[str, tuple[str, Any]]]:
-        """For every parameter with state, as seen by its first owner: ("shard", dtype) or ("value", value) per key."""
-        mine: dict[str, dict[str, tuple[str, Any]]] = {}
-        for parameter in ordered:
-            name = names[id(parameter)]
-            if self.tags[name].stages[0] != self.mesh.stage or parameter not in optimizer.state:
-                continue
-            shape = self.tags[name].local_shape(self.mesh.tensor_rank)
-            mine[name] = {
-                key: ("shard", value.dtype)
-                if isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) == shape
-                else ("value", value.detach().cpu() if isinstance(value, torch.Tensor) else value)
-                for key, value in optimizer.state[parameter].items()
-            }
-        if self.mesh.control is None:
-            return mine
-        merged: dict[str, dict[str, tuple[str, Any]]] = {}
-        for part in comm.gather_objects(mine, self.mesh.control):
-            merged.update(part)
-        return merged
-
-    def local_optimizer_state(
-        self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], full: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """The part of a plain optimizer state dict that belongs to this rank, in the same format."""
-        ordered = [p for group in optimizer.param_groups for p in group["params"]]
-        state = {}
-        for index, parameter in enumerate(ordered):
-            name = names[id(parameter)]
-            entry = full["state"].get(index)
-            if entry is None or not self.holds(name):
-                continue
-            shape = self.tags[name].shape
-            state[index] = {
-                key: self.slice(name, value)
-                if isinstance(value, torch.Tensor) and tuple(value.shape) == shape and value.dim() > 0
-                else value
-                for key, value in entry.items()
-            }
-        return {"state": state, "param_groups": full["param_groups"]}
+            if shards.mesh.data_rank != 0:
+                shape = shards.tags[shards.keys[name]].shape if name in shards.keys else tuple(value.shape)
+                state[key] = torch.empty(shape, dtype=value.dtype, device="meta")
+            elif name in shards.keys:
+                state[key] = parameters[shards.keys[name]]
+            elif name in buffers:
+                state[key] = buffers[name]
 
 
-def _to_cpu(tensor: torch.Tensor, keep: bool) -> torch.Tensor:
+def on_cpu(tensor: torch.Tensor, keep: bool) -> torch.Tensor:
+    """The tensor on the CPU, or its shape alone."""
     return tensor.cpu() if keep else torch.empty_like(tensor, device="meta")
+
+
+def _tree_to_cpu(value: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), value)
+
+
+def _can_require_grad(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.utilities import CombinedLoader
@@ -21,6 +23,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
+
+from lightning_parallel.strategies.checkpoint_file import WholeFileIO
 
 __all__ = [
     "derive_precision",
@@ -34,6 +38,7 @@ __all__ = [
     "note_sigterm",
     "run_without_logging",
     "running_sums",
+    "set_checkpoint_io",
     "set_module_device",
     "set_running_sums",
 ]
@@ -166,6 +171,30 @@ def seed_workers(loader: DataLoader[Any], rank: int) -> None:
 def is_resuming(trainer: Trainer) -> bool:
     """Whether a checkpoint is about to be restored, or was restored before the strategy's set-up."""
     return bool(trainer._checkpoint_connector._loaded_checkpoint) or trainer.ckpt_path is not None
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+def whole_file_io(strategy: Any) -> CheckpointIO:
+    """The strategy's checkpoint plugin, with files written whole where Lightning's own writer would be used."""
+    if _is_plain_io(strategy._checkpoint_io):
+        strategy._checkpoint_io = WholeFileIO()
+    plugin: CheckpointIO = strategy._checkpoint_io
+    wrapper: Any = plugin
+    while isinstance(wrapper, _WrappingCheckpointIO):
+        if _is_plain_io(wrapper._checkpoint_io):
+            wrapper._checkpoint_io = WholeFileIO()
+        wrapper._base_checkpoint_io_configured = True
+        wrapper = wrapper._checkpoint_io
+    return plugin
+
+
+def _is_plain_io(plugin: CheckpointIO | None) -> bool:
+    return plugin is None or type(plugin) is TorchCheckpointIO
+
+
+def set_checkpoint_io(strategy: Any, plugin: CheckpointIO | None) -> None:
+    """What Lightning's setter does, for a property that was overridden."""
+    strategy._checkpoint_io = plugin
 
 
 # ------------------------------------------------------------------------------------------------ precision

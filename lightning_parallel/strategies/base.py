@@ -8,16 +8,22 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_parallel import comm
+from lightning_parallel.checkpoint.optimizer_states import (
+    full_optimizer_state,
+    local_optimizer_state,
+    outline_optimizer_state,
+)
 from lightning_parallel.layout import ParallelLayout
 from lightning_parallel.mesh import Mesh, build_mesh
 from lightning_parallel.strategies import _compat, metric_states
 from lightning_parallel.strategies.config import SizeOrAuto
-from lightning_parallel.strategies.partition import Partition
+from lightning_parallel.strategies.partition import Partition, materialize
 from lightning_parallel.strategies.samples import SampleCounter
 from lightning_parallel.strategies.span import ModelSpan
 from lightning_parallel.strategies.steps import StepRunner
@@ -49,6 +55,7 @@ class PartitionedStrategy(DDPStrategy):
         self.restore_weights = restore_weights
         self._mesh: Mesh | None = None
         self._partition: Partition | None = None
+        self._trained: Partition | None = None  # what the optimizers were split with
         self._runner: StepRunner | None = None
         self._span: ModelSpan | None = None
         self._training_samples = SampleCounter(1, 0)
@@ -151,46 +158,66 @@ class PartitionedStrategy(DDPStrategy):
 
     # -------------------------------------------------------------- checkpoints
     @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """How checkpoints are written and read: in whole files, unless the user chose a plugin."""
+        return _compat.whole_file_io(self)
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, plugin: CheckpointIO) -> None:
+        _compat.set_checkpoint_io(self, plugin)
+
+    @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Weights go into the whole module before it is split, unless it has no memory yet."""
-        module = self.lightning_module
-        return module is not None and any(p.is_meta for p in module.parameters())
+        """Weights go into the whole module before it is split, as callbacks that restore copies of it expect."""
+        return False
 
     @property
     def _is_split(self) -> bool:
         return self._partition is not None and not self._partition.restored
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole model as a plain run would save it; on ranks other than 0 without data."""
+        """The whole model as a plain run would save it; on ranks other than 0 without data.
+
+        Raises:
+            RuntimeError: the run has ended and its weights were not gathered.
+        """
         if not self._is_split:
+            if self._partition is not None and not self._partition.is_whole:
+                raise RuntimeError(
+                    "restore_weights=False left each rank's weights where they were: save before the run ends, for "
+                    "example with ModelCheckpoint, or set restore_weights=True"
+                )
             return super().lightning_module_state_dict()
-        if self.mesh.data_rank != 0:
-            return {k: _without_data(v) for k, v in self._split_module().module.state_dict().items()}
-        return self._split_module().shards.full_state_dict(keep=self.is_global_zero)
+        partition = self._split_module()
+        with metric_states.summed_over_replicas(partition.module, self.mesh.data):
+            if self.mesh.data_rank != 0:
+                return partition.shards.outline()
+            return partition.shards.full_state_dict(keep=self.is_global_zero)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads a plain checkpoint, before or after the module was split."""
-        if not self._is_split:
-            super().load_model_state_dict(checkpoint, strict)
+        state = checkpoint["state_dict"]
+        if self._is_split:
+            self._split_module().shards.load_full_state_dict(state, strict)
         else:
-            self._split_module().shards.load_full_state_dict(checkpoint["state_dict"], strict)
+            materialize(self._module(), torch.device("cpu"), given=state)
+            super().load_model_state_dict(checkpoint, strict)
+            metric_states.keep_once(self._module(), self.mesh.data_rank)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state of a plain optimizer; on ranks other than 0 without data."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        if self._partition is None:
+        if self._trained is None:
             return optimizer.state_dict()
         if self.mesh.data_rank != 0:
-            return {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
-        return self._split_module().shards.full_optimizer_state(
-            optimizer, self._split_module().names, self.is_global_zero
-        )
+            return outline_optimizer_state(optimizer)
+        return full_optimizer_state(self._trained.shards, optimizer, self._trained.names, self.is_global_zero)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads this rank's part of plain optimizer states."""
+        partition = self._split_module()
         for optimizer, full in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            local = self._split_module().shards.local_optimizer_state(optimizer, self._split_module().names, full)
-            optimizer.load_state_dict(local)
+            optimizer.load_state_dict(local_optimizer_state(partition.shards, optimizer, partition.names, full))
 
     # -------------------------------------------------------------- end
     def on_exception(self, exception: BaseException) -> None:
@@ -208,7 +235,3 @@ class PartitionedStrategy(DDPStrategy):
         self._runner = None
         self._epoch = -1
         super().teardown()
-
-
-def _without_data(value: Any) -> Any:
-    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.metric import jit_distributed_available
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
 __all__ = [
     "confine_metrics",
+    "keep_once",
     "load_metrics",
     "metric_delta",
     "metric_snapshot",
@@ -18,6 +22,7 @@ __all__ = [
     "release_metrics",
     "save_metrics",
     "set_metric_delta",
+    "summed_over_replicas",
 ]
 
 
@@ -88,6 +93,45 @@ def load_metrics(module: torch.nn.Module, saved: dict[str, dict[str, Any]]) -> N
     for name, metric in metrics_of(module).items():
         for state, value in saved[name].items():
             setattr(metric, state, value)
+
+
+def _persistent(module: torch.nn.Module) -> Iterator[Metric]:
+    return (m for m in metrics_of(module).values() if any(m._persistent.values()))
+
+
+@contextmanager
+def summed_over_replicas(module: torch.nn.Module, group: Any) -> Iterator[None]:
+    """While open, states that go into checkpoints are those of all samples. Collective over the replicas.
+
+    States whose reduction is not one of sum, mean, max, min and concatenation stay as they are on each replica.
+    """
+    metrics = list(_persistent(module)) if group is not None else []
+    _link_groups(module)
+    for metric in metrics:
+        own = {state: getattr(metric, state) for state in metric._defaults}
+        metric.sync(process_group=group, distributed_available=_available)
+        for state, before in own.items():
+            value, reduction = getattr(metric, state), metric._reductions[state]
+            if reduction not in (dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min, dim_zero_cat):
+                setattr(metric, state, before)
+            elif isinstance(before, list) and not isinstance(value, list):
+                setattr(metric, state, [value])
+    try:
+        yield
+    finally:
+        for metric in metrics:
+            metric.unsync()
+
+
+def keep_once(module: torch.nn.Module, data_rank: int) -> None:
+    """Drops sums and samples that a checkpoint brought, except on the first replica: each replica would add them."""
+    if data_rank == 0:
+        return
+    for metric in _persistent(module):
+        for state, default in metric._defaults.items():
+            if metric._persistent[state] and metric._reductions[state] in (dim_zero_sum, dim_zero_cat):
+                fresh: Any = [] if isinstance(default, list) else default.detach().clone().to(metric.device)
+                setattr(metric, state, fresh)
 
 
 def confine_metrics(module: torch.nn.Module, group: Any) -> None:

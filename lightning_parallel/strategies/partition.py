@@ -133,6 +133,10 @@ class Partition:
         cut_plan: blocks and owners of every stage; None for one stage.
         cut: the applied cut; None for one stage.
         names: id of every parameter object of optimizers and of the module -> name in the plain model.
+        originals: the plain module's parameters by name.
+        copies: (holder, attribute, its shards, how to undo its hook) for every copy that a callback keeps.
+        restored: whether the plain module is back.
+        is_whole: whether it then has all of its weights.
     """
 
     module: LightningModule
@@ -145,8 +149,9 @@ class Partition:
     undo_tensor: Any
     names: dict[int, str]
     originals: dict[str, nn.Parameter]
-    undo_copies: list[Callable[[], None]] = field(default_factory=list)
+    copies: list[tuple[Any, str, ModelShards, Callable[[], None]]] = field(default_factory=list)
     restored: bool = False
+    is_whole: bool = False
 
     @property
     def local_parameters(self) -> dict[str, nn.Parameter]:
@@ -172,7 +177,7 @@ class Partition:
             part = _compat.copy_module(self.module, {})
             shards = self.shards.of(part)
             shards.load_full_state_dict(values, False)
-            self.undo_copies.append(shards.show_whole())
+            self.copies.append((holder, attribute, shards, shards.show_whole()))
             setattr(holder, attribute, part)
 
     def restore(self, keep_weights: bool) -> None:
@@ -182,22 +187,35 @@ class Partition:
             keep_weights: gather the trained weights into the module on every rank; otherwise parameters of other ranks
                 are left empty.
         """
-        parameters = self.shards.full_parameters() if keep_weights else {}
-        buffers = self.shards.full_buffers() if keep_weights else {}
-        for undo in self.undo_copies:
+        whole = _whole_values(self.shards) if keep_weights else ({}, {})
+        copies = [(holder, name, _whole_values(shards)) for holder, name, shards, _ in self.copies if keep_weights]
+        for _, _, _, undo in self.copies:
             undo()
         if self.cut is not None:
             self.cut.restore()
         self.undo_tensor.restore()
         self.module.to("cpu")
-        for name, value in parameters.items():
-            self.originals[name].data = value
-            self.originals[name].grad = None
-        for name, buffer in self.module.named_buffers():
-            if name in buffers:
-                buffer.data = buffers[name]
+        _set_values(self.module, *whole)
         _compat.set_module_device(self.module, torch.device("cpu"))
+        for holder, attribute, values in copies:
+            setattr(holder, attribute, _compat.copy_module(self.module, {}))
+            _set_values(getattr(holder, attribute), *values)
+        self.is_whole = keep_weights or (self.mesh.tensor is None and self.mesh.pipeline is None)
         self.restored = True
+
+
+def _whole_values(shards: ModelShards) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    return shards.full_parameters(), shards.full_buffers()
+
+
+def _set_values(module: nn.Module, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
+    for name, parameter in module.named_parameters():
+        if name in parameters:
+            parameter.data = parameters[name]
+            parameter.grad = None
+    for name, buffer in module.named_buffers():
+        if name in buffers:
+            buffer.data = buffers[name]
 
 
 def make_partition(

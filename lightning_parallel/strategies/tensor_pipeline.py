@@ -119,6 +119,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
         synchronize_start(module, self.mesh)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
+            self._trained = None
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
         if fitting or self.layout.pipeline == 1:
@@ -176,8 +177,10 @@ class TensorPipelineStrategy(PartitionedStrategy):
             {},
         )
         self._partition = partition
-        for optimizer in self.optimizers:
-            partition.adopt_optimizer(optimizer)
+        if step_name == "training_step":
+            self._trained = partition
+            for optimizer in self.optimizers:
+                partition.adopt_optimizer(optimizer)
         self._span = ModelSpan(self.mesh, partition.tags, partition.names, self.loss_config.non_finite)
         self.precision_plugin = _compat.derive_precision(self.precision_plugin, self._span)
         self._runner = self._make_runner(trainer, module, partition)
