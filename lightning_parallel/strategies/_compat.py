@@ -35,12 +35,14 @@ __all__ = [
     "is_resuming",
     "logged_to",
     "loss_scale",
+    "note_log",
     "note_sigterm",
     "run_without_logging",
     "running_sums",
     "set_checkpoint_io",
     "set_module_device",
     "set_running_sums",
+    "sums_kept",
 ]
 
 
@@ -83,12 +85,21 @@ def ends_dataloader(trainer: Trainer, batch_idx: int, dataloader_idx: int) -> bo
     return False if limit != float("inf") or owner.num_dataloaders == 1 else None
 
 
-def running_sums(collection: Any, dataloader_idx: int | None) -> dict[str, tuple[str, float, float]]:
-    """Every tensor logged this epoch for a dataloader: key -> (reduction, running value, samples so far)."""
+def running_sums(collection: Any, fx: str, also_on_step: bool) -> dict[str, tuple[str, float, float]]:
+    """Every tensor that the hook `fx` logged this epoch for the current dataloader.
+
+    Returns:
+        key -> (reduction, running value, samples so far).
+    """
     return {
         key: (item.meta.reduce_fx.__name__, float(item.value), float(getattr(item, "cumulated_batch_size", 0)))
         for key, item in collection.items()
-        if item.is_tensor and item.meta.on_epoch and not item.has_reset and item.meta.dataloader_idx == dataloader_idx
+        if item.is_tensor
+        and item.meta.on_epoch
+        and not item.has_reset
+        and item.meta.dataloader_idx == collection.dataloader_idx
+        and item.meta.fx.partition(".")[0] == fx
+        and (also_on_step or not item.meta.on_step)
     }
 
 
@@ -100,6 +111,26 @@ def set_running_sums(collection: Any, sums: dict[str, tuple[float, float]]) -> N
             item.value = torch.as_tensor(value, dtype=item.value.dtype, device=item.value.device)
             if hasattr(item, "cumulated_batch_size"):
                 item.cumulated_batch_size = torch.as_tensor(samples, device=item.value.device)
+
+
+@contextmanager
+def sums_kept(collection: Any) -> Iterator[None]:
+    """What is logged inside is known afterwards, but leaves no trace in the running values of the epoch."""
+    before = {key: _sums(item) for key, item in collection.items() if item.is_tensor and not item.has_reset}
+    yield
+    for key, item in collection.items():
+        if item.is_tensor and not item.has_reset:
+            for name, value in before.get(key, item._defaults).items():
+                setattr(item, name, value.clone().to(item.value.device))
+
+
+def _sums(item: Any) -> dict[str, torch.Tensor]:
+    return {name: getattr(item, name) for name in item._defaults}
+
+
+def note_log(trainer: Trainer, fx: str) -> None:
+    """Remembers which hook logged last, as `self.log` does: from it Lightning tells when to clear old values."""
+    trainer._logger_connector._current_fx = fx
 
 
 # ------------------------------------------------------------------------------------------------ data

@@ -156,6 +156,32 @@ class PartitionedStrategy(DDPStrategy):
         """A new pass over the test data begins."""
         self._evaluation_samples.start()
 
+    # -------------------------------------------------------------- reductions
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduces over the replicas unless a group is given: what every rank of a replica holds counts once.
+
+        This is what `self.log(sync_dist=True)` outside of steps comes to. The argument is left alone.
+        """
+        if group is not None or not isinstance(tensor, torch.Tensor):
+            return super().reduce(tensor, group, reduce_op)
+        if self.mesh.data is None:
+            return tensor
+        # The mean of whole numbers (of samples, of batches) is not one: in their own dtype it would be cut off.
+        as_float = reduce_op in ("mean", "avg") and not tensor.is_floating_point()
+        return super().reduce(tensor.double() if as_float else tensor.clone(), self.mesh.data, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """A vote of every rank of the world."""
+        vote = torch.tensor(int(decision), device=self.root_device)
+        comm.all_reduce_(vote, self.mesh.world, "min" if all else "max")
+        return bool(vote)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:
+        """Stacks the tensors of every replica, in order, unless a group is given."""
+        if group is None and self.mesh.data is None:
+            return tensor.unsqueeze(0)
+        return super().all_gather(tensor, self.mesh.data if group is None else group, sync_grads)
+
     # -------------------------------------------------------------- checkpoints
     @property
     def checkpoint_io(self) -> CheckpointIO:

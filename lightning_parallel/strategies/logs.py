@@ -29,6 +29,7 @@ class LogCall:
         weight: weight of the value in a mean; None: the weight of its micro-batch in the loss.
         size: number of samples the value stands for, for averages over an epoch.
         options: remaining arguments.
+        counted: False if the value must not enter the average over the epoch on this rank.
     """
 
     fx: str
@@ -37,6 +38,7 @@ class LogCall:
     weight: float | None
     size: float
     options: dict[str, Any] = field(default_factory=dict)
+    counted: bool = True
 
     @property
     def reduction(self) -> str:

@@ -9,7 +9,26 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel.pipeline.batch import batch_size, slice_batch
 
-__all__ = ["SampleCounter", "real_samples"]
+__all__ = ["SampleCounter", "divides_evenly", "real_samples"]
+
+
+def _dividing_sampler(loader: Any, replicas: int) -> DistributedSampler[Any] | None:
+    """The sampler that gives every replica equally many samples; None if the loader has another kind."""
+    if not isinstance(loader, DataLoader):
+        return None
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if isinstance(sampler, DistributedSampler):
+            return sampler if sampler.num_replicas == replicas else None
+    return None
+
+
+def divides_evenly(loader: Any, replicas: int) -> bool:
+    """Whether every replica is known to get equally many batches.
+
+    >>> divides_evenly(object(), 2)
+    False
+    """
+    return replicas == 1 or _dividing_sampler(loader, replicas) is not None
 
 
 def real_samples(loader: Any, replicas: int, data_rank: int) -> int | None:
@@ -18,13 +37,8 @@ def real_samples(loader: Any, replicas: int, data_rank: int) -> int | None:
     >>> real_samples(object(), 2, 0) is None
     True
     """
-    if not isinstance(loader, DataLoader) or replicas == 1:
-        return None
-    sampler = loader.sampler
-    inner = getattr(loader.batch_sampler, "sampler", None)
-    if not isinstance(sampler, DistributedSampler) and isinstance(inner, DistributedSampler):
-        sampler = inner
-    if not isinstance(sampler, DistributedSampler) or sampler.drop_last or sampler.num_replicas != replicas:
+    sampler = _dividing_sampler(loader, replicas)
+    if replicas == 1 or sampler is None or sampler.drop_last:
         return None
     total = len(sampler.dataset)  # type: ignore[arg-type]
     if sampler.total_size <= total:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -195,7 +195,9 @@ class StepRunner:
         return merge_outputs(outputs, sizes, weights), combine_calls(recorder.micro_batches, weights)
 
     # -------------------------------------------------------------- evaluation
-    def evaluate(self, call: Callable[[Any], Any], batch: Any, counts: bool, where: tuple[Any, ...]) -> Any:
+    def evaluate(
+        self, call: Callable[[Any], Any], batch: Any, counts: bool, where: tuple[Any, ...], lockstep: bool
+    ) -> Any:
         """One validation or test step, forward only.
 
         Args:
@@ -203,6 +205,7 @@ class StepRunner:
             batch: this rank's batch without repeated samples.
             counts: False if it only repeats samples that another replica counts.
             where: (name of the step, batch index, dataloader index).
+            lockstep: whether every replica is known to take equally many steps.
         """
         parts = split_batch(batch, self.options.evaluation_micro_batches)
         weights = loss_weights(parts, self._evaluation_rule(parts), True, self.mesh.device)
@@ -217,24 +220,43 @@ class StepRunner:
         merged: Any = None
         if self.mesh.is_last_stage:
             output, calls = self._merge(outputs, parts, weights, walk.recorder)
+            calls = self._step_values(calls, torch.stack(weights).sum(), counts, lockstep)
             delta = metric_states.metric_delta(self.module, before) if counts else {}
-            merged = (output, _pack(calls if counts else []), walk.recorder.resets, delta)
+            merged = (output, _pack(calls), walk.recorder.resets, delta)
         output = self._distribute(collection, merged, walk.recorder)
         if collection is not None and self.mesh.data is not None and self.options.sync_logs:
-            self._sync_epoch(collection, where[1], where[2])
+            self._sync_epoch(collection, where, lockstep)
         return output
 
     def _evaluation_rule(self, parts: Sequence[Any]) -> str | Callable[[Any], Any]:
         return self.options.loss_weight if len(parts) > 1 else "samples"
 
-    def _sync_epoch(self, collection: Any, batch_idx: int, dataloader_idx: int) -> None:
+    def _step_values(self, calls: list[LogCall], weight: torch.Tensor, counts: bool, lockstep: bool) -> list[LogCall]:
+        """Makes values that are shown per step global at once; values shown per epoch wait for its end.
+
+        The message is sent whether or not anything is logged per step: replicas may differ in that.
+        """
+        shown = [call for call in calls if call.options["on_step"]]
+        if lockstep and self.mesh.data is not None and self.options.sync_logs:
+            shown = self._combine(None, weight if counts else torch.zeros_like(weight), shown)[2]
+            counts_shown = True
+        else:
+            counts_shown = counts
+        following = iter(shown)
+        return [
+            replace(next(following), counted=counts_shown) if call.options["on_step"] else replace(call, counted=counts)
+            for call in calls
+        ]
+
+    def _sync_epoch(self, collection: Any, where: tuple[Any, ...], lockstep: bool) -> None:
         """After a dataloader's last batch: adds up over replicas what was logged per epoch.
 
         Once per epoch and by name, so that replicas may have different numbers of batches and different keys.
         """
+        fx, batch_idx, dataloader_idx = where
         if not _compat.ends_dataloader(self.trainer, batch_idx, dataloader_idx):
             return
-        mine = _compat.running_sums(collection, collection.dataloader_idx)
+        mine = _compat.running_sums(collection, fx, also_on_step=not lockstep)
         sums: dict[str, tuple[float, float]] = {}
         for part in comm.gather_objects(mine, self.mesh.data_control):
             for key, (reduction, value, samples) in part.items():
@@ -279,11 +301,13 @@ class StepRunner:
             value: Any = call.value
             if value is None:
                 value = self.module.get_submodule(options["metric_attribute"])
-            collection.log(call.fx, call.name, value, batch_size=call.size, **options)
+            with nullcontext() if call.counted else _compat.sums_kept(collection):
+                collection.log(call.fx, call.name, value, batch_size=call.size, **options)
+            _compat.note_log(self.trainer, call.fx)
 
 
 def _pack(calls: Sequence[LogCall]) -> list[tuple[Any, ...]]:
-    return [(c.fx, c.name, c.value, c.weight, c.size, _Opaque(c.options)) for c in calls]
+    return [(c.fx, c.name, c.value, c.weight, c.size, _Opaque((c.options, c.counted))) for c in calls]
 
 
 def _unpack(packed: Sequence[tuple[Any, ...]]) -> list[LogCall]:
@@ -292,9 +316,9 @@ def _unpack(packed: Sequence[tuple[Any, ...]]) -> list[LogCall]:
 
 @dataclass
 class _Opaque:
-    """Keeps a dict of options in one piece while a message is flattened."""
+    """Keeps options in one piece while a message is flattened."""
 
-    value: dict[str, Any]
+    value: tuple[dict[str, Any], bool]
 
 
 def _loss_of(output: Any) -> torch.Tensor | None:

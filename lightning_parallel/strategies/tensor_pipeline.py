@@ -28,6 +28,7 @@ from lightning_parallel.strategies.config import (
 )
 from lightning_parallel.strategies.partition import Partition, make_partition, synchronize_start
 from lightning_parallel.strategies.report import report_layout
+from lightning_parallel.strategies.samples import divides_evenly
 from lightning_parallel.strategies.span import ModelSpan
 from lightning_parallel.strategies.steps import StepOptions, StepRunner
 
@@ -323,7 +324,8 @@ class TensorPipelineStrategy(PartitionedStrategy):
             with context():
                 return getattr(module, name)(part, *args[1:], **kwargs)
 
-        return runner.evaluate(call, batch, counts, (name, batch_idx, loader_idx))
+        lockstep = divides_evenly(loader, self.layout.data)
+        return runner.evaluate(call, batch, counts, (name, batch_idx, loader_idx), lockstep)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the user's prediction step; every rank of a replica returns the result."""
