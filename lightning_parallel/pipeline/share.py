@@ -1,7 +1,8 @@
 """Mechanism: sends a nested value from the last stage to every stage of a replica, with the fewest messages.
 
-One header on the host-side group, and one message per dtype. The structure travels only when it is new; numbers travel
-as tensors, so that a loss which changes every step does not make a new structure.
+One header on the host-side group, and one message per dtype. The structure travels only when it is new; Python numbers
+travel apart, on the host-side group, so that one which changes every step does not make a new structure and reading it
+never waits for the device.
 """
 
 from __future__ import annotations
@@ -53,25 +54,28 @@ class TreeBroadcast:
             kinds.append(kind)
             if tensor is not None:
                 tensors.append(tensor)
+        carried = [k for k in kinds if k[0] != "object"]
         payload = pickle.dumps((kinds, spec))
         known = payload in self._numbers
         number = self._numbers.setdefault(payload, len(self._numbers))
         comm.broadcast_(torch.tensor([number, 0 if known else len(payload)]), self.source, self.mesh.control)
         if not known:
             comm.broadcast_(torch.frombuffer(bytearray(payload), dtype=torch.uint8), self.source, self.mesh.control)
-        for dtype in dict.fromkeys(t.dtype for t in tensors):
-            flat = torch.cat([t.flatten() for t in tensors if t.dtype == dtype])
-            comm.broadcast_(flat, self.source, self.mesh.pipeline)
+        for on_host, dtype in _messages(kinds):
+            parts = [t.flatten() for k, t in zip(carried, tensors, strict=True) if _message(k) == (on_host, dtype)]
+            comm.broadcast_(torch.cat(parts), self.source, self._group(on_host))
         self._forget_if_full()
 
+    def _group(self, on_host: bool) -> comm.ProcessGroup | None:
+        return self.mesh.control if on_host else self.mesh.pipeline
+
     def _encode(self, leaf: Any) -> tuple[Any, torch.Tensor | None]:
-        device = self.mesh.device
         if isinstance(leaf, torch.Tensor):
-            return ("tensor", tuple(leaf.shape), leaf.dtype), leaf.detach().to(device)
+            return ("tensor", tuple(leaf.shape), leaf.dtype), leaf.detach().to(self.mesh.device)
         if isinstance(leaf, float):
-            return ("float", (), torch.float64), torch.tensor([leaf], dtype=torch.float64, device=device)
+            return ("float", (), torch.float64), torch.tensor([leaf], dtype=torch.float64)
         if isinstance(leaf, int) and not isinstance(leaf, bool) and abs(leaf) < 2**62:
-            return ("int", (), torch.int64), torch.tensor([leaf], dtype=torch.int64, device=device)
+            return ("int", (), torch.int64), torch.tensor([leaf], dtype=torch.int64)
         return ("object", leaf), None
 
     def _receive(self) -> Any:
@@ -83,11 +87,12 @@ class TreeBroadcast:
             comm.broadcast_(buffer, self.source, self.mesh.control)
             self._structures[number] = buffer.numpy().tobytes()
         kinds, spec = pickle.loads(self._structures[number])
-        flats: dict[torch.dtype, torch.Tensor] = {}
-        for dtype in dict.fromkeys(k[2] for k in kinds if k[0] != "object"):
-            count = sum(_numel(k[1]) for k in kinds if k[0] != "object" and k[2] == dtype)
-            flats[dtype] = torch.empty(count, dtype=dtype, device=self.mesh.device)
-            comm.broadcast_(flats[dtype], self.source, self.mesh.pipeline)
+        flats: dict[tuple[bool, torch.dtype], torch.Tensor] = {}
+        for message in _messages(kinds):
+            on_host, dtype = message
+            count = sum(_numel(k[1]) for k in kinds if k[0] != "object" and _message(k) == message)
+            flats[message] = torch.empty(count, dtype=dtype, device="cpu" if on_host else self.mesh.device)
+            comm.broadcast_(flats[message], self.source, self._group(on_host))
         self._forget_if_full()
         return tree_unflatten(_decode(kinds, flats), spec)
 
@@ -105,16 +110,26 @@ def _numel(shape: tuple[int, ...]) -> int:
     return count
 
 
-def _decode(kinds: list[Any], flats: dict[torch.dtype, torch.Tensor]) -> list[Any]:
+def _message(kind: Any) -> tuple[bool, torch.dtype]:
+    """Which message carries a leaf: (whether on the host, dtype)."""
+    return kind[0] != "tensor", kind[2]
+
+
+def _messages(kinds: list[Any]) -> list[tuple[bool, torch.dtype]]:
+    """The messages that a structure needs, in the same order on both sides."""
+    return list(dict.fromkeys(_message(k) for k in kinds if k[0] != "object"))
+
+
+def _decode(kinds: list[Any], flats: dict[tuple[bool, torch.dtype], torch.Tensor]) -> list[Any]:
     position = dict.fromkeys(flats, 0)
     leaves: list[Any] = []
     for kind in kinds:
         if kind[0] == "object":
             leaves.append(kind[1])
             continue
-        name, shape, dtype = kind
-        start = position[dtype]
-        position[dtype] = start + _numel(shape)
-        piece = flats[dtype][start : position[dtype]]
-        leaves.append(piece.view(shape).clone() if name == "tensor" else piece.item())
+        message = _message(kind)
+        start = position[message]
+        position[message] = start + _numel(kind[1])
+        piece = flats[message][start : position[message]]
+        leaves.append(piece.view(kind[1]).clone() if kind[0] == "tensor" else piece.item())
     return leaves
