@@ -121,8 +121,7 @@ def _candidates(model: nn.Module) -> str:
         if name and next(module.children(), None) is not None:
             size = sum(p.numel() for p in module.parameters())
             sizes[digits_as_stars(name)] = sizes.get(digits_as_stars(name), 0) + size
-    for name, module in model.named_children():
-        if next(module.parameters(), None) is not None:
-            sizes.setdefault(name, sum(p.numel() for p in module.parameters()))
+    if not sizes:
+        sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in model.named_children()}
     largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:3]
     return str(largest or ["<module name>"])

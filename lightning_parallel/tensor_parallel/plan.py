@@ -19,6 +19,7 @@ from lightning_parallel.tensor_parallel.sequence import check_sequence_parallel
 from lightning_parallel.tensor_parallel.styles import (
     Unit,
     attention_output_rule,
+    check_type,
     make_rule,
     parameter_spec,
 )
@@ -83,6 +84,8 @@ def resolve_plan(
 def _resolve(model: nn.Module, assignment: Assignment, ranks: int) -> tuple[dict[str, ModuleRule], tuple[Region, ...]]:
     """Rules by module name, in module order, and the regions with everything their modules need."""
     styles = {name: assignment.styles[name] for name, _ in model.named_modules() if name in assignment.styles}
+    for name, style in styles.items():
+        check_type(name, model.get_submodule(name), style)
     rules: dict[str, ModuleRule] = {}
     regions: list[Region] = []
     fitted: dict[object, Region | str] = {}

@@ -18,7 +18,16 @@ from lightning_parallel.tensor_parallel.sharding import (
     split_vocab,
 )
 
-__all__ = ["COLUMN_STYLES", "ROW_STYLES", "Heads", "Unit", "canonical_style", "make_rule", "parameter_spec"]
+__all__ = [
+    "COLUMN_STYLES",
+    "ROW_STYLES",
+    "Heads",
+    "Unit",
+    "canonical_style",
+    "check_type",
+    "make_rule",
+    "parameter_spec",
+]
 
 # Columns whose output stays split, so that a row layer must follow.
 COLUMN_STYLES = frozenset({"colwise", "colwise_qkv", "colwise_gate_up"})
@@ -96,12 +105,11 @@ def canonical_style(style: str, pattern: str) -> str:
 
 
 def make_rule(name: str, module: nn.Module, style: str, unit: Unit) -> ModuleRule:
-    """The rule for one module.
+    """The rule for one module, whose class fits the style.
 
     Raises:
-        ValueError: the style does not fit the module's class, or its size or heads do not split over the ranks.
+        ValueError: its size or heads do not split over the ranks.
     """
-    _check_type(name, module, style)
     try:
         shards = _shards(name.rpartition(".")[2], module, style, unit)
     except ValueError as error:
@@ -134,7 +142,12 @@ def parameter_spec(name: str, parameter: nn.Parameter, style: str, ranks: int) -
     )
 
 
-def _check_type(name: str, module: nn.Module, style: str) -> None:
+def check_type(name: str, module: nn.Module, style: str) -> None:
+    """Check that a style fits the class of a module.
+
+    Raises:
+        ValueError: it does not; the text names both.
+    """
     kind = type(module).__name__
     if style in {"colwise", "rowwise", "colwise_gather", "rowwise_split", "colwise_qkv", "colwise_gate_up"}:
         fits, wanted = isinstance(module, nn.Linear) or is_conv1d(module), "a Linear"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,7 +98,8 @@ class GroupedAttention(nn.Module):
         k = self.wk(x).view(B, T, self.n_kv_heads, self.head_dim) * turns[None, :, None, :]
         v = self.wv(x).view(B, T, self.n_kv_heads, self.head_dim)
         k, v = (t.repeat_interleave(self.n_rep, dim=2) for t in (k, v))
-        y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.wo(y.transpose(1, 2).contiguous().view(B, T, -1))
 
 
@@ -189,12 +191,14 @@ def build(kind: str) -> nn.Module:
         "flat": lambda: FlatBlock(width, heads),
     }
     for kv_heads in (1, 2, 4, 8):
-        blocks[f"grouped{kv_heads}"] = lambda kv=kv_heads: Block(
-            GroupedAttention(width, heads, kv), width, GatedMLP(width, 48)
-        )
+        blocks[f"grouped{kv_heads}"] = partial(_grouped_block, width, heads, kv_heads)
     name, _, option = kind.partition("_")
     model = GPT(blocks[name], width, tied=option == "tied", rotary=4 if name.startswith("grouped") else 0)
     return fill(model)
+
+
+def _grouped_block(width: int, heads: int, kv_heads: int) -> nn.Module:
+    return Block(GroupedAttention(width, heads, kv_heads), width, GatedMLP(width, 48))
 
 
 def fill(model: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:

@@ -92,7 +92,7 @@ def check_dropout(rank: int, world_size: int) -> tuple[list[list[bool]], float]:
     """Which of its tokens each rank drops after the MLP, and a number drawn after the model."""
     model = build("view")
     for name in ("blocks.0.mlp", "blocks.1.mlp"):
-        model.get_submodule(name).append(nn.Dropout(0.5))
+        model.get_submodule(name).add_module("3", nn.Dropout(0.5))
     torch.manual_seed(7)
     dropped: list[list[bool]] = []
     model.get_submodule("blocks.0.mlp.3").register_forward_hook(
