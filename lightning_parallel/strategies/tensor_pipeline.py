@@ -134,14 +134,14 @@ class TensorPipelineStrategy(PartitionedStrategy):
                 f"(got {self.layout.pipeline}): in a pipeline one call of training_step sees one micro-batch on one "
                 f"stage. Use pipeline_parallel_size=1 and tensor_parallel_size={self.layout.tensor}"
             )
-
-    def _example_batch(self, trainer: Trainer) -> Any:
         micro_batches = self.pipeline_config.micro_batches_for(self.layout.pipeline)
         if micro_batches > 1 and not module.automatic_optimization:
             raise ValueError(
                 f"{type(module).__name__} uses manual optimization, whose steps cannot be split into "
                 f"micro_batches={micro_batches}; use micro_batches=1 and accumulate gradients in training_step"
             )
+
+    def _example_batch(self, trainer: Trainer) -> Any:
         """A micro-batch to plan the pipeline with, as `training_step` will see it."""
         with self._random_state_kept():
             batch = _compat.example_training_batch(trainer)
@@ -284,12 +284,12 @@ class TensorPipelineStrategy(PartitionedStrategy):
                 runner.reducer.prepare()
                 if runner.reduces_now:
                     runner.reducer.arm()
+            if runner.manual_share is not None:
+                closure_loss = closure_loss * runner.manual_share.to(closure_loss.dtype)
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
             if runner.reduces_now:
                 runner.finish_gradients()
         else:
-            if runner.manual_share is not None:
-                closure_loss = closure_loss * runner.manual_share.to(closure_loss.dtype)
             for p, new in self._set_aside:
                 p.grad = new if p.grad is None or new is None else new.add_(p.grad)
             self._set_aside = []
