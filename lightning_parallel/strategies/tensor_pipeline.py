@@ -291,7 +291,8 @@ class TensorPipelineStrategy(PartitionedStrategy):
                 runner.finish_gradients()
         else:
             for p, new in self._set_aside:
-                p.grad = new if p.grad is None or new is None else new.add_(p.grad)
+                if new is not None:
+                    p.grad = new if p.grad is None else new.add_(p.grad)
             self._set_aside = []
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
