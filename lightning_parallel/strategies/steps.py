@@ -311,7 +311,7 @@ def _pack(calls: Sequence[LogCall]) -> list[tuple[Any, ...]]:
 
 
 def _unpack(packed: Sequence[tuple[Any, ...]]) -> list[LogCall]:
-    return [LogCall(fx, name, value, weight, size, opaque.value) for fx, name, value, weight, size, opaque in packed]
+    return [LogCall(*entry[:-1], *entry[-1].value) for entry in packed]
 
 
 @dataclass
