@@ -66,7 +66,8 @@ class CutPlan:
     Attributes:
         blocks: module paths of the blocks, in order.
         bounds: half-open range of blocks of each stage.
-        owners: stages that own each parameter, ascending. Gradients of a parameter with several owners are summed.
+        owners: stages that own each parameter, ascending. Gradients of a parameter with several owners are summed. What
+            the step did not use belongs to every stage that may use it in another step.
     """
 
     blocks: tuple[str, ...]
@@ -101,7 +102,8 @@ def plan_cut(
     problems = list(trace.problems) + _order_problems(trace, names)
     problems += _value_problems(trace, plan) + _read_problems(trace, plan)
     owners = _owners(trace, plan, sizes)
-    shared = sum(sizes[n] * (len(s) - 1) for n, s in owners.items())
+    used = trace.before.union(trace.after, *(use.inside | use.inputs for use in trace.blocks))
+    shared = sum(sizes[n] * (len(owners[n]) - 1) for n in used)
     total = max(1, sum(sizes.values()))
     if shared / total > MAX_SHARED_FRACTION:
         problems.append(
@@ -166,5 +168,13 @@ def _owners(trace: StepTrace, plan: CutPlan, sizes: Mapping[str, int]) -> dict[s
             owners[name].add(plan.stage_of_block(index))
     for name in trace.after:
         owners[name].add(len(plan.bounds) - 1)
-    # A parameter that the step never used still belongs to someone, for the checkpoint: the first stage.
-    return {name: tuple(sorted(stages or {0})) for name, stages in owners.items()}
+    # What this step did not use another one may, for example a head for some batches only, or for validation.
+    return {name: tuple(sorted(stages)) if stages else _possible_owners(name, plan) for name, stages in owners.items()}
+
+
+def _possible_owners(name: str, plan: CutPlan) -> tuple[int, ...]:
+    """Stages that may use a parameter which was not seen in use: that of its block, else all."""
+    for index, block in enumerate(plan.blocks):
+        if name.startswith(f"{block}."):
+            return (plan.stage_of_block(index),)
+    return tuple(range(len(plan.bounds)))

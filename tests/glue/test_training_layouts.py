@@ -1,0 +1,208 @@
+"""Micro-batches, schedules, stages and weights of unequal parts: loss curve and weights of one plain process (1e-5)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from tests.glue.oracle import Layout, Site, check, observe
+from tests.glue.training import EVERY, GPT, VOCABULARY, Tokens, fit
+from tests.harness import Ranks
+
+
+# ------------------------------------------------------------------------------------------------ batches
+def odd_batches(site: Site) -> Any:
+    """A last batch of 3 of 8 samples, and one of a single sample of 6, which leaves nothing for a second replica."""
+    return [fit(site, GPT(), Tokens(35)), fit(site, GPT(), Tokens(31), 6, max_epochs=1)]
+
+
+@pytest.mark.parametrize("layout", EVERY)
+def test_odd_and_last_batches(ranks: Ranks, layout: Layout) -> None:
+    check(ranks, odd_batches, layout, plan="auto", micro_batches=3 if layout[1] > 1 else 1)
+
+
+def short(site: Site) -> Any:
+    """One epoch with a last batch of a single sample."""
+    return fit(site, GPT(), Tokens(17), max_epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "micro_batches"),
+    [((1, 1, 1), 4), ((2, 1, 1), 3), ((1, 1, 2), 2), ((1, 2, 1), 1), ((1, 2, 1), 2), ((1, 2, 1), 50), ((1, 2, 2), 4)],
+)
+def test_any_number_of_micro_batches(ranks: Ranks, layout: Layout, micro_batches: int) -> None:
+    check(ranks, short, layout, plan="auto", micro_batches=micro_batches)
+
+
+@pytest.mark.parametrize("layout", [(1, 2, 1), (2, 2, 1)])
+def test_gpipe_equals_1f1b(ranks: Ranks, layout: Layout) -> None:
+    check(ranks, short, layout, plan="auto", schedule="gpipe", micro_batches=5)
+    size = math.prod(layout)
+    both = [
+        ranks(size, observe, short, layout, {"plan": "auto", "schedule": name, "micro_batches": 4}, launch="lightning")
+        for name in ("gpipe", "1f1b")
+    ]
+    for one, other in zip(*both, strict=True):
+        assert one["batches"] == other["batches"]
+        assert all(torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"])
+
+
+# ------------------------------------------------------------------------------------------------ stages
+def four_layers(site: Site) -> Any:
+    return fit(site, GPT(4), Tokens(20), max_epochs=1)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_f13_fewer_micro_batches_than_stages(ranks: Ranks, stages: int, micro_batches: int) -> None:
+    check(ranks, four_layers, (1, stages, 1), timeout=30, plan="auto", micro_batches=micro_batches)
+
+
+def five_layers(site: Site) -> Any:
+    return fit(site, GPT(5), Tokens(20), max_epochs=1)
+
+
+def seven_layers(site: Site) -> Any:
+    return fit(site, GPT(7), Tokens(20), max_epochs=1)
+
+
+def test_uneven_layers(ranks: Ranks) -> None:
+    check(ranks, five_layers, (1, 2, 1))
+    check(ranks, five_layers, (1, 3, 1))
+    check(ranks, seven_layers, (1, 4, 1))
+
+
+class AddIndex(nn.Module):
+    """Adds its own index, and notes that it ran."""
+
+    def __init__(self, index: int, ran: list[str]) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.tensor(float(index)))
+        self.ran = ran
+        self.index = index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.ran.append(f"block {self.index}")
+        return x + self.shift
+
+
+class Sums(GPT):
+    """Blocks whose output tells which of them ran; `ran` lists what ran with real values on this rank."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(1)
+        self.ran: list[str] = []
+        self.layers = nn.ModuleList(AddIndex(i, self.ran) for i in range(blocks))
+        self.results: list[float] = []
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tok(tokens) * 0
+        for block in self.layers:
+            x = block(x)
+        self.results.append(float(x.detach().mean()))
+        return self.head(x)
+
+
+def run_sums(site: Site, blocks: int) -> Any:
+    module = Sums(blocks)
+    site.trainer(max_steps=1).fit(module, site.loader(Tokens(4), 4))
+    return module.ran, module.results
+
+
+def five_sums(site: Site) -> Any:
+    return run_sums(site, 5)
+
+
+def seven_sums(site: Site) -> Any:
+    return run_sums(site, 7)
+
+
+def three_sums(site: Site) -> Any:
+    with pytest.raises(ValueError, match="3 blocks cannot be split into 4") as error:
+        run_sums(site, 3)
+    return str(error.value)
+
+
+def test_f17_uneven_layer_counts_lose_no_layer(ranks: Ranks) -> None:
+    for scenario, blocks, stages in ((five_sums, 5, 2), (seven_sums, 7, 4)):
+        found = ranks(stages, observe, scenario, (1, stages, 1), {"micro_batches": 1}, launch="lightning")
+        ran = [name for names, _ in found for name in names]
+        assert ran == [f"block {i}" for i in range(blocks)]
+        assert [len(results) for _, results in found] == [0] * (stages - 1) + [1]
+        assert found[-1][1] == [sum(range(blocks))]
+    for text in ranks(4, observe, three_sums, (1, 4, 1), {}, launch="lightning"):
+        assert "pipeline_parallel_size 3 or less" in text
+
+
+# ------------------------------------------------------------------------------------------------ weights of parts
+class Labelled(Dataset[dict[str, torch.Tensor]]):
+    """Tokens whose labels count in part only: of some samples all, of some none."""
+
+    def __init__(self, count: int) -> None:
+        self.tokens = Tokens(count)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = self.tokens[index]
+        labels = tokens[1:].clone()
+        labels[: index % 6] = -100
+        return {"tokens": tokens[:-1], "labels": labels, "weight": torch.tensor(index % 5 + 0.5)}
+
+
+class TokenMean(GPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
+        self.log("loss", loss)
+        return {"loss": loss}
+
+
+class WeightedMean(GPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch["tokens"]).flatten(0, 1)
+        losses = F.cross_entropy(logits, batch["labels"].clamp(0).flatten(), reduction="none").view(
+            len(batch["weight"]), -1
+        )
+        loss = (losses.mean(1) * batch["weight"]).sum() / batch["weight"].sum()
+        self.log("loss", loss)
+        return loss
+
+
+def token_mean(site: Site) -> Any:
+    return fit(site, TokenMean(), Labelled(35), accumulate_grad_batches=2)
+
+
+def weighted_mean(site: Site) -> Any:
+    return fit(site, WeightedMean(), Labelled(35))
+
+
+def sum_of_weights(batch: Any) -> torch.Tensor:
+    return batch["weight"].sum()
+
+
+WEIGHTED: list[tuple[Layout, int]] = [((1, 1, 1), 5), ((1, 1, 2), 1), ((1, 2, 1), 8), ((1, 2, 2), 3), ((2, 1, 2), 2)]
+
+
+@pytest.mark.parametrize(("layout", "micro_batches"), WEIGHTED)
+def test_valid_labels_weigh_parts(ranks: Ranks, layout: Layout, micro_batches: int) -> None:
+    check(ranks, token_mean, layout, plan="auto", micro_batches=micro_batches, loss_weight="valid_labels")
+
+
+@pytest.mark.parametrize(("layout", "micro_batches"), WEIGHTED)
+def test_a_function_of_the_batch_weighs_parts(ranks: Ranks, layout: Layout, micro_batches: int) -> None:
+    check(ranks, weighted_mean, layout, plan="auto", micro_batches=micro_batches, loss_weight=sum_of_weights)
+
+
+def test_labels_reach_every_kind_of_part() -> None:
+    """The data above has parts without a valid label: single samples, and a replica's share of a batch of two."""
+    valid = [int((Labelled(36)[i]["labels"] != -100).sum()) for i in range(36)]
+    assert min(valid) == 0
+    assert max(valid) == 5
+    assert VOCABULARY > 1

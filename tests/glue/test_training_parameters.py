@@ -1,0 +1,227 @@
+"""Tied, frozen, unused and root parameters: loss curve, weights and gradients of one plain process (1e-5)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.nn import functional as F
+
+from tests.glue.oracle import Layout, Site, check, observe, reference, set_by_formula
+from tests.glue.training import EVERY, GPT, VOCABULARY, Tokens, fit
+from tests.harness import Ranks
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.3)
+
+
+# ------------------------------------------------------------------------------------------------ tied
+class Tied(GPT):
+    """Head and embedding are one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.tok.weight
+
+    def configure_optimizers(self) -> Any:
+        return adamw(self)
+
+
+class TwiceTied(Tied):
+    """Two ties, met in one order before the blocks and in the other one after them; and two blocks share a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind = nn.Embedding(VOCABULARY, 8)
+        self.kind_head = nn.Linear(8, VOCABULARY, bias=False)
+        self.layers[2].fc.weight = self.layers[0].fc.weight
+        set_by_formula(self)
+        self.kind_head.weight = self.kind.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tok(tokens) + self.kind(tokens.flip(1))
+        for layer in self.layers:
+            x = layer(x)
+        x = self.ln(x)
+        return self.kind_head(x) - self.head(x.flip(-1))
+
+
+class Copies(Callback):
+    """What a rank holds of the tied parameters after every step, under every name; placeholders left out."""
+
+    def __init__(self) -> None:
+        self.steps: list[Mapping[str, torch.Tensor]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
+        held = module.named_parameters(remove_duplicate=False)
+        tied = [(n, p) for n, p in held if n.startswith(("tok", "kind", "head"))]
+        self.steps.append({n: p.detach().clone() for n, p in tied if type(p) is nn.Parameter})
+
+
+def tied(site: Site) -> Any:
+    copies = Copies()
+    seen = fit(site, Tied(), gradient_clip_val=1.0)
+    return {"seen": seen, "twice": fit(site, TwiceTied(), callbacks=[copies]), "copies": copies.steps}
+
+
+@pytest.mark.parametrize("layout", EVERY[:6])
+def test_f18_tied_parameters_stay_tied(ranks: Ranks, layout: Layout) -> None:
+    expected = reference(tied)
+    found = ranks(math.prod(layout), observe, tied, layout, {"plan": "auto"}, launch="lightning")
+    for rank, each in enumerate(found):
+        for part in ("seen", "twice"):
+            for one, other in zip(each[part]["batches"], expected[part]["batches"], strict=True):
+                assert one[0] == pytest.approx(other[0], abs=1e-5), f"loss on rank {rank}"
+            for name, value in expected[part]["weights"].items():
+                torch.testing.assert_close(each[part]["weights"][name], value, atol=1e-5, rtol=1e-5)
+    tensor = layout[0]
+    for rank, each in enumerate(found):
+        twin = found[rank % tensor]["copies"]
+        assert each["copies"][0]
+        for mine, theirs in zip(each["copies"], twin, strict=True):
+            assert torch.equal(mine["tok.weight"], theirs["tok.weight"])
+            assert all(
+                torch.equal(value, mine[name.replace("_head", "").replace("head", "tok")])
+                for name, value in mine.items()
+            )
+
+
+# ------------------------------------------------------------------------------------------------ frozen
+class Watch(Callback):
+    """Names of the parameters with a gradient before each optimizer step, among those that this rank holds."""
+
+    def __init__(self) -> None:
+        self.named: list[set[str]] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
+        self.named.append({n for n, p in module.named_parameters() if p.grad is not None})
+
+
+class FrozenStart(GPT):
+    """Everything up to the first layers is frozen, which is all of the first stage."""
+
+    def __init__(self, until: int) -> None:
+        super().__init__(4)
+        self.frozen = [self.tok, self.pos, *self.layers[:2]]
+        self.until = until
+        for part in self.frozen:
+            part.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch >= self.until:
+            for part in self.frozen:
+                part.requires_grad_(True)
+
+    def configure_optimizers(self) -> Any:
+        return adamw(self)
+
+
+class FrozenEnd(GPT):
+    """Everything from the third layer on is frozen: the last stage only hands gradients through."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        for part in (*self.layers[2:], self.ln, self.head):
+            part.requires_grad_(False)
+
+
+def frozen(site: Site) -> Any:
+    watch = Watch()
+    forever = fit(site, FrozenStart(99), callbacks=[watch])
+    assert not any(name.startswith(("tok", "pos", "layers.0", "layers.1")) for names in watch.named for name in names)
+    return [forever, fit(site, FrozenStart(1)), fit(site, FrozenEnd())]
+
+
+@pytest.mark.parametrize("layout", [*EVERY[:6], (1, 4, 1)])
+def test_f19_frozen_stages_and_late_unfreezing(ranks: Ranks, layout: Layout) -> None:
+    check(ranks, frozen, layout, plan="auto")
+
+
+# ------------------------------------------------------------------------------------------------ unused, at the root
+class Sometimes(GPT):
+    """A second head takes part in odd batches only, a third never; scale and shift hang on the module itself."""
+
+    def __init__(self, odd: int = 1) -> None:
+        super().__init__()
+        self.second = nn.Linear(8, VOCABULARY)
+        self.third = nn.Linear(8, VOCABULARY)
+        self.never = nn.Parameter(torch.ones(3))
+        self.scale = nn.Parameter(torch.full((8,), 0.5))
+        self.shift = nn.Parameter(torch.zeros(VOCABULARY))
+        self.odd = odd
+        set_by_formula(self)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tok(tokens) * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        return self.ln(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = self(batch[:, :-1])
+        logits = self.head(x) + self.shift
+        if batch_idx % 2 == self.odd:
+            logits = logits + self.second(x)
+        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> Any:
+        return adamw(self)
+
+
+def sometimes(site: Site) -> Any:
+    watch = Watch()
+    runs = [
+        fit(site, Sometimes(), callbacks=[watch]),
+        fit(site, Sometimes(0)),
+        fit(site, Sometimes(), accumulate_grad_batches=2),
+    ]
+    assert not any(name.startswith(("third", "never")) for names in watch.named for name in names)
+    return runs
+
+
+@pytest.mark.parametrize("layout", [*EVERY[:6], (1, 3, 1)])
+def test_f19_unused_parameters_and_parameters_of_the_root(ranks: Ranks, layout: Layout) -> None:
+    check(ranks, sometimes, layout, plan="auto")
+
+
+class Skipping(nn.Module):
+    """Passes a second tensor on, which only the last block of the model looks at, and one that nobody does."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.last = last
+
+    def forward(self, parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        x, skip, idle, ids = parts
+        x = x + self.out(torch.tanh(self.fc(x)))
+        return (x * skip if self.last else x), skip, idle, ids
+
+
+class Skips(GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Skipping(i == 2) for i in range(3))
+        set_by_formula(self)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tok(tokens)
+        parts = (x, x.sigmoid(), x * 2, tokens)
+        for layer in self.layers:
+            parts = layer(parts)
+        return self.head(self.ln(parts[0])) + F.one_hot(parts[3], VOCABULARY)
+
+
+def skips(site: Site) -> Any:
+    return fit(site, Skips(), Tokens(20))
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (1, 3, 1)])
+def test_f19_tensors_passed_through_a_stage(ranks: Ranks, layout: Layout) -> None:
+    check(ranks, skips, layout, plan="auto")
