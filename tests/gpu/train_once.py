@@ -1,4 +1,4 @@
-"""Trains a small model once on GPUs and writes what was seen as JSON: python train_once.py OUT TENSOR PIPELINE DEVICES."""
+"""Trains a small model once on GPUs and writes what was seen as JSON. Arguments: file, tensor, pipeline, devices."""
 
 from __future__ import annotations
 
