@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -16,6 +17,7 @@ from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -30,7 +32,6 @@ __all__ = [
     "derive_precision",
     "ends_dataloader",
     "example_training_batch",
-    "forget_sigterm",
     "forget_training_data",
     "is_resuming",
     "logged_to",
@@ -42,6 +43,7 @@ __all__ = [
     "set_checkpoint_io",
     "set_module_device",
     "set_running_sums",
+    "sigterm_handlers",
     "sums_kept",
 ]
 
@@ -291,9 +293,13 @@ def note_sigterm(trainer: Trainer) -> None:
     trainer._signal_connector.received_sigterm = True
 
 
-def forget_sigterm(trainer: Trainer) -> None:
-    """The decision is taken by the rank that Lightning asks, not here."""
-    trainer._signal_connector.received_sigterm = False
+def sigterm_handlers(trainer: Trainer) -> list[Callable[..., Any]] | None:
+    """The user's own handlers for SIGTERM inside of Lightning's; None if another handler is installed."""
+    installed = signal.getsignal(signal.SIGTERM)
+    if not isinstance(installed, _HandlersCompose):
+        return None
+    mine = trainer._signal_connector
+    return [h for h in installed.signal_handlers if callable(h) and getattr(h, "__self__", None) is not mine]
 
 
 def set_module_device(module: torch.nn.Module, device: torch.device) -> None:

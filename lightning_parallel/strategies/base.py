@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
@@ -23,6 +24,7 @@ from lightning_parallel.layout import ParallelLayout
 from lightning_parallel.mesh import Mesh, build_mesh
 from lightning_parallel.strategies import _compat, metric_states
 from lightning_parallel.strategies.config import SizeOrAuto
+from lightning_parallel.strategies.failures import FailureWatch
 from lightning_parallel.strategies.partition import Partition, materialize
 from lightning_parallel.strategies.samples import SampleCounter
 from lightning_parallel.strategies.span import ModelSpan
@@ -63,6 +65,7 @@ class PartitionedStrategy(DDPStrategy):
         self._seed = 0
         self._epoch = -1
         self._failed = False
+        self._watch = FailureWatch()
 
     # -------------------------------------------------------------- who and where
     @property
@@ -118,9 +121,31 @@ class PartitionedStrategy(DDPStrategy):
             layout = ParallelLayout.choose(self.world_size, self.num_processes, *self._sizes)
             self._mesh = build_mesh(layout, self.root_device, self._timeout)
             self._seed = comm.broadcast_object(torch.initial_seed() % 2**62, 0, self._mesh.world)
+        self._start_watch()
         _compat.remember_loaders(self._trainer())
         self._training_samples = SampleCounter(self.layout.data, self.mesh.data_rank)
         self._evaluation_samples = SampleCounter(self.layout.data, self.mesh.data_rank)
+
+    def _start_watch(self) -> None:
+        environment = self.cluster_environment
+        if environment is None:
+            raise RuntimeError("the trainer gives the strategy its cluster environment before processes start")
+        single_machine = self.world_size == self.num_processes
+        # Lightning's script launcher runs in the first process of a machine and kills all when a child ends first.
+        is_child = self.local_rank > 0 and not environment.creates_processes_externally
+        main_address = None if single_machine else environment.main_address
+        self._watch.start(self._trainer(), self.mesh, main_address, is_child and self._start_method == "popen")
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Waits for every rank of the world."""
+        self._watch.check_collective("a barrier")
+        # Lightning installs its own handler after `setup`; the barrier before the first step comes next.
+        self._watch.take_sigterm()
+        super().barrier(*args, **kwargs)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """All ranks agree here on the batch with which they stop after SIGTERM."""
+        self._watch.training_step()
 
     def process_dataloader(self, dataloader: object) -> object:
         """Keeps the order that a plain run would have: a loader that does not shuffle is not shuffled here either."""
@@ -205,8 +230,9 @@ class PartitionedStrategy(DDPStrategy):
         """The whole model as a plain run would save it; on ranks other than 0 without data.
 
         Raises:
-            RuntimeError: the run has ended and its weights were not gathered.
+            RuntimeError: the run has ended and its weights were not gathered, or ranks failed at different steps.
         """
+        self._watch.check_collective("a checkpoint")
         if not self._is_split:
             if self._partition is not None and not self._partition.is_whole:
                 raise RuntimeError(
@@ -247,12 +273,17 @@ class PartitionedStrategy(DDPStrategy):
 
     # -------------------------------------------------------------- end
     def on_exception(self, exception: BaseException) -> None:
-        """Other ranks may be anywhere: nothing collective may follow."""
+        """Tells the other ranks, which may be anywhere: nothing collective may follow."""
         self._failed = True
+        self._watch.tell(exception)
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        """Puts the plain module back, with the trained weights on every rank."""
+        """Puts the plain module back, with the trained weights on every rank.
+
+        Raises:
+            SIGTERMException: a rank received SIGTERM when no step was left to stop at.
+        """
         if self._runner is not None and self._runner.reducer is not None:
             self._runner.reducer.close()
         if self._is_split and not self._failed:
@@ -261,3 +292,7 @@ class PartitionedStrategy(DDPStrategy):
         self._runner = None
         self._epoch = -1
         super().teardown()
+        late_sigterm = self._watch.must_stop and not self._failed
+        self._watch.close(self._failed)
+        if late_sigterm:
+            raise SIGTERMException

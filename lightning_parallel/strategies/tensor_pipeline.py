@@ -319,6 +319,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
         module = self._module()
         runner = self._ready(name, args[0])
         batch_idx, loader_idx, loader = _compat.evaluation_position(self._trainer(), args)
+        self._watch.evaluation_step(loader_idx, batch_idx)
         batch, counts = self._evaluation_samples.keep_real(args[0], loader, loader_idx)
 
         def call(part: Any) -> Any:
@@ -331,6 +332,8 @@ class TensorPipelineStrategy(PartitionedStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the user's prediction step; every rank of a replica returns the result."""
         module = self._module()
+        batch_idx, loader_idx, *_ = (*args[1:], 0, 0)
+        self._watch.evaluation_step(loader_idx, batch_idx)
         runner = self._ready("predict_step", args[0])
 
         def call(part: Any) -> Any:
