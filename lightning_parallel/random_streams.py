@@ -47,9 +47,16 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def _seed_all(seed: int) -> None:
+def _seed_torch(seed: int, device: torch.device) -> None:
+    # Not torch.manual_seed: for each backend that is not in use it keeps the call and a formatted traceback, forever.
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
+
+
+def _seed_all(seed: int, device: torch.device) -> None:
     random.seed(seed)
-    torch.manual_seed(seed)
+    _seed_torch(seed, device)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
@@ -77,7 +84,7 @@ class StepRandom:
         """Streams of one micro-batch of one step, named by `number`; the surrounding streams are restored."""
         outside = random_state(self.device)
         self._current = (self.seed, self.data_rank, *number)
-        _seed_all(mix_seed(*self._current))
+        _seed_all(mix_seed(*self._current), self.device)
         try:
             yield
         finally:
@@ -86,4 +93,4 @@ class StepRandom:
     def enter_blocks(self) -> None:
         """Called before a stage's first block: later stages continue on streams of their own."""
         if self.stage > 0 and self._current:
-            torch.manual_seed(mix_seed(*self._current, "stage", self.stage))
+            _seed_torch(mix_seed(*self._current, "stage", self.stage), self.device)
