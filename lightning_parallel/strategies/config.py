@@ -82,7 +82,8 @@ class LossConfig:
     Attributes:
         weight: weight of a micro-batch or replica in the mean: its "samples", its "valid_labels" (labels other than
             -100), or a function of the batch.
-        non_finite: "ignore", "raise", or "skip" the optimizer step.
+        non_finite: "ignore", "raise", or "skip" the optimizer step. With a loss scaler an overflow is the scaler's to
+            handle: no rank takes the step, "skip" counts it, nothing raises.
     """
 
     weight: LossWeight = "samples"

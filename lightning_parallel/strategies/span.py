@@ -41,8 +41,9 @@ class ModelSpan:
         """2-norm of the gradients of a replica, as a 0-dim tensor. Collective over the replica."""
         counted = [g for p in parameters if p.grad is not None for g in self._counted_parts(p)]
         if counted:
-            norms = torch._foreach_norm(counted)
-            squares = torch.stack([n.to(torch.float64 if n.dtype == torch.float64 else torch.float32) for n in norms])
+            wide = any(g.dtype == torch.float64 for g in counted)
+            norms = torch._foreach_norm(counted, 2, torch.float64 if wide else torch.float32)
+            squares = torch.stack(norms)
             total = squares.square().sum()
         else:
             total = torch.zeros((), device=self.mesh.device)
@@ -82,11 +83,19 @@ class ModelSpan:
     # -------------------------------------------------------------- votes
     def share_overflow(self, flags: list[torch.Tensor]) -> None:
         """An overflow that one rank found counts for every rank: all skip the step and lower the scale alike."""
+        found = torch.zeros((), device=self.mesh.device)
         for flag in flags:
-            comm.all_reduce_(flag, self.mesh.model, op="max")
+            found = torch.maximum(found, flag.to(found))
+        comm.all_reduce_(found, self.mesh.world, op="max")
+        for flag in flags:
+            flag.copy_(found)
+        if self.non_finite == "skip" and bool(found):  # the scaler skips the step
+            self.skipped_steps += 1
 
     def vote(self, optimizer: Any) -> None:
         """Decides together, before the optimizer step, what happens to non-finite gradients.
+
+        Every rank of the world takes part: a replica whose gradients went wrong after their reduction counts too.
 
         Raises:
             NonFiniteGradientError: on every rank, with `non_finite="raise"`.
@@ -95,11 +104,13 @@ class ModelSpan:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         found = torch.zeros((), device=self.mesh.device)
-        if parameters:
-            norms = torch._foreach_norm([p.grad for p in parameters])
-            found = (~torch.isfinite(torch.stack([n.float() for n in norms])).all()).float()
+        gradients = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
+        if gradients:
+            # Largest elements, because the sum of squares of finite numbers may overflow.
+            largest = torch._foreach_norm(gradients, float("inf"))
+            found = (~torch.isfinite(torch.stack([n.to(found) for n in largest])).all()).float()
         mine = bool(found)
-        comm.all_reduce_(found, self.mesh.model, op="max")
+        comm.all_reduce_(found, self.mesh.world, op="max")
         if not bool(found):
             return
         if self.non_finite == "skip":
@@ -107,8 +118,9 @@ class ModelSpan:
             for p in parameters:
                 p.grad = None
             return
-        where = f"pipeline stage {self.mesh.stage}, tensor rank {self.mesh.tensor_rank}"
-        reports = comm.gather_objects(where if mine else None, self.mesh.model)
+        mesh = self.mesh
+        where = f"pipeline stage {mesh.stage}, replica {mesh.data_rank}, tensor rank {mesh.tensor_rank}"
+        reports = comm.gather_objects(where if mine else None, mesh.world)
         places = "; ".join(r for r in reports if r is not None)
         raise NonFiniteGradientError(
             f"gradients are not finite on {places}. Lower the learning rate, clip gradients, or set "

@@ -40,7 +40,8 @@ class TwiceTied(Tied):
         super().__init__()
         self.kind = nn.Embedding(VOCABULARY, 8)
         self.kind_head = nn.Linear(8, VOCABULARY, bias=False)
-        self.layers[2].fc.weight = self.layers[0].fc.weight
+        first, last = self.layers[0], self.layers[2]
+        last.fc.weight = first.fc.weight  # type: ignore[union-attr]
         set_by_formula(self)
         self.kind_head.weight = self.kind.weight
 
