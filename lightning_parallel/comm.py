@@ -184,13 +184,16 @@ def all_gather_dim(x: Tensor, group: ProcessGroup | None, dim: int, sizes: Seque
         padded = x.new_zeros((*x.shape[:dim], largest, *x.shape[dim + 1 :]))
         padded.narrow(dim, 0, x.shape[dim]).copy_(x)
         x = padded
-    out = x.new_empty((ranks, *x.shape))
-    all_gather_into(out, x, group)
-    if sizes is not None and min(sizes) < largest:
-        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(out.unbind(0), sizes, strict=True)], dim)
-    if dim == 0:
-        return out.flatten(0, 1)
-    return torch.cat(out.unbind(0), dim)
+    uneven = sizes is not None and min(sizes) < largest
+    if dim == 0 and not uneven:
+        out = x.new_empty((ranks * largest, *x.shape[1:]))
+        all_gather_into(out, x, group)
+        return out
+    parts = x.new_empty((ranks, *x.shape))
+    all_gather_into(parts, x, group)
+    if sizes is not None and uneven:
+        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts.unbind(0), sizes, strict=True)], dim)
+    return torch.cat(parts.unbind(0), dim)
 
 
 def reduce_scatter_dim(x: Tensor, group: ProcessGroup | None, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
@@ -212,7 +215,7 @@ def reduce_scatter_dim(x: Tensor, group: ProcessGroup | None, dim: int, sizes: S
             slot.narrow(dim, 0, part.shape[dim]).copy_(part)
     out = x.new_empty((*x.shape[:dim], largest, *x.shape[dim + 1 :]))
     reduce_scatter_into(out, packed, group)
-    return out if mine == largest else out.narrow(dim, 0, mine)
+    return out if mine == largest else out.narrow(dim, 0, mine).clone(memory_format=torch.contiguous_format)
 
 
 def copy_to_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -316,7 +319,8 @@ class _SplitToGroup(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int]) -> Tensor:
         _check_sizes(sizes, group.size(), None, group.rank(), dim)
         ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
-        return x.split(list(sizes), dim)[group.rank()].contiguous()
+        # A copy, so that the caller may change it in place.
+        return x.split(list(sizes), dim)[group.rank()].clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

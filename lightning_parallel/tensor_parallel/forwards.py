@@ -94,19 +94,19 @@ class ColumnForward(ParallelForward):
 
     prefix = "ColumnParallel"
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         state = self._tensor_state
         group = state.live_group()
         if group is None:
-            return super().forward(x)
-        if state.copy_input and torch.is_grad_enabled() and x.requires_grad:
+            return super().forward(input)
+        if state.copy_input and torch.is_grad_enabled() and input.requires_grad:
             shared = self.__dict__.get(SHARED)
             if shared is not None:
-                y = shared.linear(self, x, group)
+                y = shared.linear(self, input, group)
             else:
-                y = column_linears(x, group, self.weight, self.bias, transposed=state.transposed)[0]
+                y = column_linears(input, group, self.weight, self.bias, transposed=state.transposed)[0]
         else:  # no gradient of the input to reduce
-            y = super().forward(x)
+            y = super().forward(input)
         return _leave_column(self, y, state)
 
 
@@ -115,10 +115,20 @@ class OwnColumnForward(ParallelForward):
 
     prefix = "ColumnParallel"
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         state = self._tensor_state
-        x = comm.copy_to_group(x, state.live_group()) if state.copy_input else x
+        group = state.live_group()
+        x, args, kwargs = _take_input(args, kwargs)
+        x = comm.copy_to_group(x, group) if state.copy_input else x
         return _leave_column(self, super().forward(x, *args, **kwargs), state)
+
+
+def _take_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+    """The first argument, whatever its name, and the others."""
+    if args:
+        return args[0], args[1:], kwargs
+    name = next(iter(kwargs))
+    return kwargs[name], (), {key: value for key, value in kwargs.items() if key != name}
 
 
 def _leave_column(module: nn.Module, y: Tensor, state: LayerState) -> Tensor:
@@ -134,12 +144,12 @@ class RowForward(ParallelForward):
 
     prefix = "RowParallel"
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         state = self._tensor_state
         group = state.live_group()
         if group is None:
-            return super().forward(x)
-        x = _enter_row(x, state)
+            return super().forward(input)
+        x = _enter_row(input, state)
         return row_linear(x, group, self.weight, self.bias, state.scatter_dim, transposed=state.transposed)
 
 
@@ -148,9 +158,10 @@ class OwnRowForward(ParallelForward):
 
     prefix = "RowParallel"
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         state = self._tensor_state
         group = state.live_group()
+        x, args, kwargs = _take_input(args, kwargs)
         y = super().forward(_enter_row(x, state), *args, **kwargs)
         if state.scatter_dim is not None:
             return comm.reduce_scatter_sequence(y, group, state.scatter_dim)
@@ -168,15 +179,15 @@ class VocabForward(ParallelForward):
 
     prefix = "VocabParallel"
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         state = self._tensor_state
         group = state.live_group()
         if group is None:
-            return super().forward(ids)
-        local, outside = _local_ids(ids, state)
+            return super().forward(input)
+        local, outside = _local_ids(input, state)
         held = sum(segment.size for segment in state.spec.parts[state.rank])
         if held == 0:  # nothing to look up, yet the output needs the same gradients as on the other ranks
-            y = self.weight.new_zeros((*ids.shape, self.weight.shape[0])) @ self.weight
+            y = self.weight.new_zeros((*input.shape, self.weight.shape[0])) @ self.weight
         else:
             weight = self.weight if held == self.weight.shape[0] else self.weight.narrow(0, 0, held)
             y = F.embedding(local, weight, self.padding_idx)
@@ -190,9 +201,10 @@ class OwnVocabForward(ParallelForward):
 
     prefix = "VocabParallel"
 
-    def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         state = self._tensor_state
         group = state.live_group()
+        ids, args, kwargs = _take_input(args, kwargs)
         local, outside = _local_ids(ids, state)
         y = super().forward(local, *args, **kwargs)
         if outside is not None:

@@ -81,6 +81,12 @@ def _cast_operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    y = F.linear(x, weight.t() if transposed else weight, bias)
+    # Users may change an activation in place, but not a view that a custom function returned: make it no view.
+    return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+
+
 def _rows(tensor: Tensor) -> Tensor:
     """As a matrix of one row per token, also for one token or for empty rows."""
     return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.flatten(0, -2)
@@ -94,7 +100,7 @@ class _ColumnLinears(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         needs = ctx.needs_input_grad
         ctx.save_for_backward(x if any(needs[3::2]) else None, *(weights if needs[0] else ()))
-        return tuple(F.linear(x, w.t() if transposed else w, b) for w, b in zip(weights, biases, strict=True))
+        return tuple(_product(x, w, b, transposed) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -142,7 +148,7 @@ class _RowLinear(torch.autograd.Function):
         needs = ctx.needs_input_grad
         ctx.save_for_backward(x if needs[2] else None, weight if needs[0] else None)
         # The bias enters the sum over the ranks once, inside the first rank's product.
-        y = F.linear(x, weight.t() if transposed else weight, bias if group.rank() == 0 else None).contiguous()
+        y = _product(x, weight, bias if group.rank() == 0 else None, transposed).contiguous()
         if scatter_dim is None:
             comm.all_reduce_(y, group)
             return y

@@ -172,6 +172,35 @@ def test_awkward_gradients(ranks: Ranks, world_size: int) -> None:
     ranks(world_size, check_awkward_gradients)
 
 
+def check_changes_in_place(rank: int, world_size: int) -> None:
+    """Results belong to the caller: changing them in place neither fails nor reaches the input."""
+    group = dist.group.WORLD
+    for dim in (0, 1):
+        for function in (
+            comm.gather_from_group,
+            comm.split_to_group,
+            comm.gather_sequence,
+            comm.reduce_scatter_sequence,
+            comm.scatter_sequence,
+        ):
+            x = leaf(3, 3)
+            sizes = {"sizes": [3] * world_size} if "gather" in function.__name__ else {}
+            y = function(x, group, dim, **sizes)
+            doubled = y.detach() * 2
+            y.mul_(2)
+            close(y, doubled)
+            close(x, wave(3, 3))
+            y.sum().backward()
+    x = leaf(3, 3)
+    comm.reduce_from_group(x, group).mul_(2).sum().backward()
+    close(x, wave(3, 3))
+    close(x.grad, torch.full((3, 3), 2.0, dtype=torch.float64))
+
+
+def test_changes_in_place(ranks: Ranks) -> None:
+    ranks(2, check_changes_in_place)
+
+
 def check_second_derivatives(rank: int, world_size: int) -> None:
     """Penalty on the input gradient of sum_r w_r * (W_r x)^3, against the same in one process."""
     group = dist.group.WORLD

@@ -310,6 +310,62 @@ def test_input_shapes(ranks: Ranks) -> None:
     ranks(2, check_input_shapes)
 
 
+def check_changes_in_place(rank: int, world_size: int) -> None:
+    """What a layer returns may be changed in place, as by ReLU(inplace=True)."""
+    group = dist.group.WORLD
+    for shape in ((6,), (4, 6), (2, 4, 6)):
+        for bias in (True, False):
+            plain = fill(nn.Linear(6, 6, bias=bias, dtype=torch.float64))
+            x, local = wave(*shape), wave(*shape).chunk(world_size, -1)[rank]
+            for layer, value in (
+                (ColumnParallelLinear.from_linear(plain, group), x),
+                (ColumnParallelLinear.from_linear(plain, group, gather_output=True), x),
+                (RowParallelLinear.from_linear(plain, group), local),
+                (RowParallelLinear.from_linear(plain, group, split_input=True), x),
+            ):
+                value = value.clone().requires_grad_()
+                layer(value).mul_(2).sum().backward()
+                expected = x.clone().requires_grad_()
+                (plain(expected) * 2).sum().backward()
+                assert expected.grad is not None
+                close(value.grad, expected.grad if value.shape == x.shape else expected.grad.chunk(2, -1)[rank], 1e-12)
+    embedding = fill(VocabParallelEmbedding(6, 4, group))
+    embedding(torch.tensor([0, 5])).mul_(2).sum().backward()
+    assert embedding.weight.grad is not None
+    assert embedding.weight.grad.sum() == 8
+
+
+def test_changes_in_place(ranks: Ranks) -> None:
+    ranks(2, check_changes_in_place)
+
+
+def check_keywords(rank: int, world_size: int) -> None:
+    """The input may be passed by the name that the plain module gives it."""
+    group, x, ids = dist.group.WORLD, wave(2, 6), torch.tensor([0, 5])
+    for kind in (nn.Linear, ScaledLinear):
+        layer = fill(kind(6, 4, bias=False, dtype=torch.float64))
+        name = "input" if kind is nn.Linear else "x"
+        for convert, dim, value in (
+            (convert_to_column_parallel, 0, x),
+            (convert_to_row_parallel, 1, x.chunk(2, -1)[rank]),
+        ):
+            split = copy.deepcopy(layer)
+            spec = split_uneven(dim, (4, 6)[dim], world_size)
+            convert(split, spec, group)
+            put_shards(split, spec)
+            close(split(**{name: value}), layer(x) if dim else layer(x).chunk(2, -1)[rank], 1e-12)
+    for embedding, name in ((nn.Embedding(6, 4), "input"), (ScaledEmbedding(6, 4), "ids")):
+        fill(embedding)
+        expected = embedding(ids)
+        convert_to_vocab_parallel(embedding, split_uneven(0, 6, world_size), group)
+        put_shards(embedding, split_uneven(0, 6, world_size))
+        close(embedding(**{name: ids}), expected, 0)
+
+
+def test_keywords(ranks: Ranks) -> None:
+    ranks(2, check_keywords)
+
+
 def check_second_derivatives(rank: int, world_size: int) -> None:
     """A penalty on the input gradient, as for critics."""
     plain, mlp = fill(Mlp()), split_mlp(fill(Mlp()), dist.group.WORLD)
