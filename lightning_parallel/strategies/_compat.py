@@ -261,7 +261,8 @@ class _SpanningPrecision:
         if scaler is not None and self._has_gradients:
             self._span.share_overflow(_overflow_flags(scaler, optimizer))
         super()._after_closure(model, optimizer)  # type: ignore[misc]
-        self._span.vote(optimizer)
+        if scaler is None:
+            self._span.vote(optimizer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self
