@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,6 @@ from lightning_parallel.pipeline.trace import CutPlan
 from lightning_parallel.tensor_parallel.sharding import ShardSpec
 
 __all__ = ["ModelShards"]
-
-_EXTRA_STATE = "_extra_state"  # torch's suffix for what `nn.Module.get_extra_state` returns
 
 Join = Callable[[torch.Tensor, ShardSpec, tuple[int, ...], Any], torch.Tensor]
 Cut = Callable[[torch.Tensor, ShardSpec, int], torch.Tensor]
@@ -113,6 +112,28 @@ class ModelShards:
             full[name] = on_cpu(value, keep)
         return full
 
+    def full_extra_states(self) -> dict[str, Any]:
+        """What `get_extra_state` returns on the stage that runs the module, for modules of other stages.
+
+        Collective over the replica. Values are moved to the CPU.
+        """
+        stages = {
+            name: self._stage_of(f"{name}.")
+            for name, module in self.module.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
+        if self.mesh.control is None or not stages:
+            return {}
+        own = {
+            name: _tree_to_cpu(self.module.get_submodule(name).get_extra_state())
+            for name, stage in stages.items()
+            if stage == self.mesh.stage
+        }
+        others: dict[str, Any] = {}
+        for part in comm.gather_objects(own, self.mesh.control):
+            others.update({name: value for name, value in part.items() if name not in own})
+        return others
+
     def full_state_dict(self, keep: bool = True) -> dict[str, Any]:
         """What `state_dict()` of the plain model would return, on the CPU. Collective over the replica.
 
@@ -121,9 +142,9 @@ class ModelShards:
         Args:
             keep: False returns meta tensors (shapes without data) and saves the memory; the rank still takes part.
         """
-        with self._whole(self.full_parameters(keep), self.full_buffers(keep)):
-            state = self.module.state_dict()
-        return self._with_extra_states(state)
+        with self._whole(self.full_parameters(keep), self.full_buffers(keep), self.full_extra_states()):
+            state: dict[str, Any] = self.module.state_dict()
+        return state
 
     def outline(self) -> dict[str, Any]:
         """Like `full_state_dict(keep=False)`, from what this rank knows alone."""
@@ -132,12 +153,18 @@ class ModelShards:
             name: torch.empty(tag.shape, dtype=found[name].dtype, device="meta") for name, tag in self.tags.items()
         }
         buffers = {name: torch.empty_like(b, device="meta") for name, b in self.module.named_buffers()}
-        with self._whole(parameters, buffers):
-            return self.module.state_dict()
+        with self._whole(parameters, buffers, {}):
+            state: dict[str, Any] = self.module.state_dict()
+        return state
 
     @contextmanager
-    def _whole(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Puts full tensors where the module keeps its parameters and buffers; ties stay ties."""
+    def _whole(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        extra_states: Mapping[str, Any],
+    ) -> Iterator[None]:
+        """Puts whole values where the module keeps its parameters, buffers and extra states; ties stay ties."""
         tensors: list[tuple[dict[str, Any], str, Any]] = []
         local = dict(self.module.named_parameters())
         stand_ins: dict[int, torch.Tensor] = {}
@@ -145,7 +172,10 @@ class ModelShards:
             full = parameters[self.keys[name]]
             stand_ins[id(p)] = nn.Parameter(full, requires_grad=p.requires_grad and _can_require_grad(full))
         stand_ins |= {id(b): buffers[name] for name, b in self.module.named_buffers()}
+        others = {self.module.get_submodule(name): value for name, value in extra_states.items()}
         try:
+            for module, value in others.items():
+                module.__dict__["get_extra_state"] = partial(_itself, value)
             for module in self.module.modules():
                 registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
                 for registry in registries:
@@ -157,21 +187,11 @@ class ModelShards:
         finally:
             for registry, leaf, tensor in tensors:
                 registry[leaf] = tensor
-
-    def _with_extra_states(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Takes what modules return from `get_extra_state` from the stage that runs them."""
-        if self.mesh.control is None:
-            return state
-        extra = {k: _tree_to_cpu(v) for k, v in state.items() if k.endswith(_EXTRA_STATE) and self._is_home(k)}
-        for part in comm.gather_objects(extra, self.mesh.control):
-            state.update({k: v for k, v in part.items() if k in state})
-        return state
-
-    def _is_home(self, key: str) -> bool:
-        return self._stage_of(key) == self.mesh.stage
+            for module in others:
+                module.__dict__.pop("get_extra_state", None)
 
     def _stage_of(self, key: str) -> int:
-        """The stage whose copy of a buffer counts: where its block, or the parameters of its module, live."""
+        """The stage whose copy of a buffer or extra state counts: where its block, or the parameters of its module, live."""
         if self.plan is None:
             return 0
         for index, block in enumerate(self.plan.blocks):
@@ -259,6 +279,10 @@ class _WholeView:
 def on_cpu(tensor: torch.Tensor, keep: bool) -> torch.Tensor:
     """The tensor on the CPU, or its shape alone."""
     return tensor.cpu() if keep else torch.empty_like(tensor, device="meta")
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _tree_to_cpu(value: Any) -> Any:

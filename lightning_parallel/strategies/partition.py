@@ -188,6 +188,7 @@ class Partition:
                 are left empty.
         """
         whole = _whole_values(self.shards) if keep_weights else ({}, {})
+        extra_states = self.shards.full_extra_states() if keep_weights else {}
         copies = [(holder, name, _whole_values(shards)) for holder, name, shards, _ in self.copies if keep_weights]
         for _, _, _, undo in self.copies:
             undo()
@@ -196,6 +197,8 @@ class Partition:
         self.undo_tensor.restore()
         self.module.to("cpu")
         _set_values(self.module, *whole)
+        for name, value in extra_states.items():
+            self.module.get_submodule(name).set_extra_state(value)
         _compat.set_module_device(self.module, torch.device("cpu"))
         for holder, attribute, values in copies:
             setattr(holder, attribute, _compat.copy_module(self.module, {}))
