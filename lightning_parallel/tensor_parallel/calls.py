@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +76,7 @@ def forward_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def direct_calls(module: nn.Module, width: int, second_width: int, material: Material) -> Iterator[Call]:
-    """Calls that the signature alone suggests: activations of shape (3, 5, width), and None for masks."""
+    """Calls that the signature alone suggests: activations (3, 5, width), then (3, width), and None for masks."""
     generator = torch.Generator().manual_seed(_SEED)
     x = material.random((_BATCH, _SEQUENCE, width), generator)
     second = material.random((_BATCH, _SEQUENCE, second_width), generator)
@@ -94,6 +96,7 @@ def direct_calls(module: nn.Module, width: int, second_width: int, material: Mat
             return
     if args:
         yield Call(tuple(args))
+        yield Call(tuple(value[:, 0] if isinstance(value, Tensor) else value for value in args))
 
 
 def captured_calls(model: nn.Module, name: str, width: int, material: Material) -> Iterator[Call]:
@@ -115,7 +118,7 @@ def captured_calls(model: nn.Module, name: str, width: int, material: Material) 
     for parent, make_args in attempts:
         found = _capture(model.get_submodule(parent), name[len(parent) :].lstrip("."), make_args)
         if found is not None:
-            yield _materialised(found, material)
+            yield _materialised(found, model.get_submodule(name), material)
 
 
 class _Reached(Exception):
@@ -130,7 +133,7 @@ def _capture(parent: nn.Module, inner: str, make_args: Callable[[], tuple[Any, .
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         raise _Reached(Call(args, kwargs))
 
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.random.fork_rng(devices=[]):
+    with _quiet_fake_tensors(), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.random.fork_rng(devices=[]):
         try:
             clone = clone_module(parent, lambda _, old: _fake(mode, old)).eval()
             clone.get_submodule(inner).register_forward_pre_hook(stop, with_kwargs=True)
@@ -142,15 +145,29 @@ def _capture(parent: nn.Module, inner: str, make_args: Callable[[], tuple[Any, .
     return None
 
 
+@contextmanager
+def _quiet_fake_tensors() -> Iterator[None]:
+    """An attempt that does not fit is no error of the user's: keep torch from logging it as one."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
+
+
 def _fake(mode: FakeTensorMode, old: Tensor) -> Tensor:
     with mode:
         new = torch.empty(old.shape, dtype=old.dtype, device="cpu")
     return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
 
 
-def _materialised(call: Call, material: Material) -> Call:
+def _materialised(call: Call, module: nn.Module, material: Material) -> Call:
+    """The call with real tensors. Objects that may hold state (a cache) give way to the parameter's default."""
     generator = torch.Generator().manual_seed(_SEED)
     made = {id(t): material.like(t, generator) for t in tensors_in((call.args, call.kwargs))}
+    parameters = inspect.signature(module.forward).parameters
+    order = list(parameters)
 
     def real(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -161,4 +178,10 @@ def _materialised(call: Call, material: Material) -> Call:
             return {key: real(item) for key, item in value.items()}
         return value
 
-    return Call(tuple(real(value) for value in call.args), {key: real(value) for key, value in call.kwargs.items()})
+    def given(name: str, value: Any) -> Any:
+        default = parameters[name].default if name in parameters else inspect.Parameter.empty
+        plain = isinstance(value, (Tensor, tuple, list, dict, str, bool, int, float, torch.dtype, torch.device))
+        return value if value is None or plain or default is inspect.Parameter.empty else default
+
+    args = tuple(real(given(order[i] if i < len(order) else "", value)) for i, value in enumerate(call.args))
+    return Call(args, {name: real(given(name, value)) for name, value in call.kwargs.items()})

@@ -125,17 +125,17 @@ def _assign_vocabulary(model: nn.Module, taken: set[str], assignment: Assignment
     embeddings, heads = find_vocabulary(model, inside)
     styles = dict.fromkeys(embeddings, "vocab") | dict.fromkeys(heads, "colwise_gather")
     styles = {name: style for name, style in styles.items() if name not in taken}
+    for name in _aliases(model, tuple(styles)):  # more layers over the same weight, as in encoder and decoder
+        owner = name.rpartition(".")[0]
+        if isinstance(model.get_submodule(owner), (nn.Embedding, nn.Linear)):
+            styles[owner] = "vocab" if isinstance(model.get_submodule(owner), nn.Embedding) else "colwise_gather"
     aliases = _aliases(model, tuple(styles))
-    known = [prefix for prefix, _ in _transformers_roots(model)]
-    foreign = [
-        name for name in aliases if not name.startswith(tuple(f"{prefix}." if prefix else "" for prefix in known))
-    ]
-    if known and not foreign:
-        # Heads of masked language models keep their bias under a second name that nothing reads.
-        assignment.parameters.update(dict.fromkeys(aliases, "vocab"))
-    elif aliases:
+    known = tuple(f"{prefix}." if prefix else "" for prefix, _ in _transformers_roots(model))
+    if aliases and not all(name.startswith(known) for name in aliases):
         assignment.notes.append(f"{', '.join(styles)}: share parameters with {', '.join(aliases)}")
         return
+    # In transformers, heads of masked language models keep their bias under a second name that nothing reads.
+    assignment.parameters.update(dict.fromkeys(aliases, "vocab"))
     assignment.styles.update(styles)
 
 

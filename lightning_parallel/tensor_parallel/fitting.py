@@ -21,10 +21,11 @@ from lightning_parallel.tensor_parallel.rehearsal import Bench, Call, Mismatch, 
 from lightning_parallel.tensor_parallel.rules import HeadPatch, ModuleRule, Region
 from lightning_parallel.tensor_parallel.styles import Heads
 
-__all__ = ["Subject", "Uncallable", "fit_region", "structure_key"]
+__all__ = ["Subject", "Uncallable", "fit_region", "has_dropout", "structure_key"]
 
 _log = logging.getLogger(__name__)
 _LARGEST = 64_000_000
+_DOUBLE = 8_000_000
 
 
 class Uncallable(Exception):
@@ -80,7 +81,7 @@ class Subject:
 def fit_region(subject: Subject) -> Region:
     """The region with the fewest changes under which the ranks together compute what the whole module computes.
 
-    Values are compared in double precision for regions of up to 64M parameters, shapes alone for larger ones.
+    Values are compared for regions of up to 64M parameters, shapes alone for larger ones.
 
     Raises:
         Uncallable: the module cannot be called on its own.
@@ -124,6 +125,17 @@ def structure_key(subject: Subject) -> object:
     return layers, shapes, bench.columns, bench.row, shards, type(region)
 
 
+def has_dropout(module: nn.Module) -> bool:
+    """Whether a dropout module or a number called dropout inside ``module`` is above zero."""
+    for child in module.modules():
+        rates = [value for name, value in vars(child).items() if "drop" in name and isinstance(value, float)]
+        if "Dropout" in type(child).__name__:
+            rates.append(float(getattr(child, "p", 1.0)))
+        if any(rate > 0 for rate in rates):
+            return True
+    return False
+
+
 def _plain_attributes(module: nn.Module) -> tuple[tuple[str, object], ...]:
     return tuple(
         (key, value)
@@ -135,7 +147,9 @@ def _plain_attributes(module: nn.Module) -> tuple[tuple[str, object], ...]:
 def _rehearsal(subject: Subject) -> Rehearsal:
     size = sum(p.numel() for p in subject.module.parameters())
     cpu = torch.device("cpu")
-    materials = [Material(cpu, torch.float64), Material(cpu, torch.float32)]
+    materials = [Material(cpu, torch.float32)]
+    if size <= _DOUBLE:  # some forwards insist on single precision, so that stays second
+        materials.insert(0, Material(cpu, torch.float64))
     if size > _LARGEST:
         materials = [Material(torch.device("meta"), torch.float32)]
     reason: Mismatch | None = None
@@ -151,10 +165,11 @@ def _rehearsal(subject: Subject) -> Rehearsal:
 
 
 def _calls(subject: Subject, material: Material) -> Iterator[Call]:
+    """What the model itself passes comes first: it may be more than the signature asks for."""
     width = subject.input_width(0)
-    yield from direct_calls(subject.module, width, subject.input_width(-1), material)
     if subject.region.name:
         yield from captured_calls(subject.model, subject.region.name, width, material)
+    yield from direct_calls(subject.module, width, subject.input_width(-1), material)
 
 
 def _trials(subject: Subject, rehearsal: Rehearsal) -> Iterator[Trial]:

@@ -29,7 +29,22 @@ _SPLIT_QKV = (
 )
 _SPLIT_Q_KV = (("to_q", "to_kv"), ("q", "kv"), ("q_proj", "kv_proj"))
 _FUSED_QKV = ("qkv", "c_attn", "in_proj", "qkv_proj", "to_qkv", "query_key_value", "Wqkv", "attn_qkv", "attn")
-_OUT = ("out_proj", "o_proj", "proj", "wo", "dense", "to_out", "o", "c_proj", "out", "fc_out", "out_lin", "W_o", "w_o")
+_OUT = (
+    "out_proj",
+    "o_proj",
+    "proj",
+    "wo",
+    "dense",
+    "to_out",
+    "o",
+    "c_proj",
+    "out",
+    "fc_out",
+    "out_lin",
+    "W_o",
+    "w_o",
+    "Wo",
+)
 _MLP = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("gate", "up"), "down"),
@@ -51,8 +66,9 @@ _MLP = (
     (("wi",), "wo"),
     (("fc_1",), "fc_2"),
     (("layer1",), "layer2"),
+    (("ffn",), "ffn_output"),
 )
-_FUSED_MLP = (("gate_up_proj", "down_proj"), ("w12", "w3"), ("gate_up", "down"))
+_FUSED_MLP = (("gate_up_proj", "down_proj"), ("w12", "w3"), ("gate_up", "down"), ("Wi", "Wo"))
 _TOKEN_NAMES = ("tok", "wte", "word", "vocab", "embed_in")
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_parallel.patterns import close_names
 from lightning_parallel.tensor_parallel.assignment import Assignment, assign_patterns
 from lightning_parallel.tensor_parallel.families import assign_automatically
-from lightning_parallel.tensor_parallel.fitting import Subject, Uncallable, fit_region, structure_key
+from lightning_parallel.tensor_parallel.fitting import Subject, Uncallable, fit_region, has_dropout, structure_key
 from lightning_parallel.tensor_parallel.heads import patch_sets, read_heads
 from lightning_parallel.tensor_parallel.regions import group_regions, lowest_common
 from lightning_parallel.tensor_parallel.rehearsal import Mismatch
@@ -126,7 +126,14 @@ def _fit_styles(
     reasons: list[str] = []
     for other in (None, *assignment.alternatives.get(region.row, ())):
         chosen = {name: other if other and name in region.columns else styles[name] for name in layers}
-        rules = {name: make_rule(name, model.get_submodule(name), style, unit) for name, style in chosen.items()}
+        try:
+            rules = {name: make_rule(name, model.get_submodule(name), style, unit) for name, style in chosen.items()}
+        except ValueError as error:
+            # Only a guess that this is attention: there are no heads that the user would have to change.
+            if region.row not in assignment.alternatives or unit.heads is not None:
+                raise
+            reasons.append(str(error))
+            continue
         found = _fit(Subject(model, region, rules, unit.heads, ranks), assignment, fitted)
         if isinstance(found, Region):
             for group in found.shared:
@@ -171,8 +178,10 @@ def _fit(subject: Subject, assignment: Assignment, fitted: dict[object, Region |
     inside = {name for name, _ in subject.module.named_modules(prefix=region.name)}
     given = tuple(patch for patch in assignment.patches if patch.module in inside)
     if given or assignment.known.issuperset(layers):
-        evidence = "known" if assignment.known.issuperset(layers) else "given"
-        return replace(region, patches=given, shared=_siblings(subject), evidence=evidence)
+        known = assignment.known.issuperset(layers)
+        drawing = not known or has_dropout(subject.module)
+        evidence = "known" if known else "given"
+        return replace(region, patches=given, shared=_siblings(subject), random=drawing, evidence=evidence)
     key = structure_key(subject)
     if key not in fitted:
         fitted[key] = _fit_new(subject, guessed=assignment.guessed.issuperset(layers))

@@ -40,6 +40,7 @@ _STYLES = (
     "rowwise_split",
     "colwise_qkv",
     "colwise_gate_up",
+    "rowwise_gate_up",
     "vocab",
     "replicate",
     "grad_sum",
@@ -57,6 +58,7 @@ _ALIASES = (
     ("rowwise_rep", "rowwise_split"),
     ("rowwise_split_input", "rowwise_split"),
     ("packed_colwise", "colwise_gate_up"),
+    ("packed_rowwise", "rowwise_gate_up"),
     ("embedding_rowwise", "vocab"),
     ("replicated_with_grad_allreduce", "grad_sum"),
     ("local_params", "replicate"),
@@ -133,6 +135,8 @@ def parameter_spec(name: str, parameter: nn.Parameter, style: str, ranks: int) -
             return split_even(max(dims - 2, 0), parameter.shape[max(dims - 2, 0)], ranks)
         if style == "colwise_gate_up":
             return split_packed(max(dims - 2, 0), parameter.shape[max(dims - 2, 0)], 2, ranks)
+        if style == "rowwise_gate_up":
+            return split_packed(dims - 1, parameter.shape[dims - 1], 2, ranks) if dims > 1 else None
         if style == "rowwise":
             return split_even(dims - 1, parameter.shape[dims - 1], ranks) if dims > 1 else None
     except ValueError as error:
@@ -155,6 +159,8 @@ def check_type(name: str, module: nn.Module, style: str) -> None:
         fits, wanted = isinstance(module, nn.Embedding), "an Embedding"
     elif style == "attention":
         fits, wanted = isinstance(module, nn.MultiheadAttention), "an nn.MultiheadAttention"
+    elif style == "rowwise_gate_up":
+        fits, wanted = False, "a bare parameter of stacked experts"
     elif style == "local":
         fits, wanted = False, "an integer attribute (write the module's name, a dot and the attribute's name)"
     else:

@@ -9,23 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_parallel.tensor_parallel.plan import resolve_plan
 from tests.distributed.formulas import wave
-from tests.distributed.tensor_models import compare_with_plain, fill, split_model
+from tests.distributed.tensor_models import Holder, compare_with_plain, fill, split_model
 from tests.harness import Ranks
 
 WIDTH, HEADS = 16, 4
 worlds = pytest.mark.parametrize("world_size", [2, 4])
-
-
-class Holder(nn.Module):
-    """An attention module with a name, as it stands in a model."""
-
-    def __init__(self, attention: nn.Module) -> None:
-        super().__init__()
-        self.attention = attention
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.attention(*args, **kwargs)
 
 
 def attention_inputs(options: dict[str, Any], case: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
@@ -71,7 +61,7 @@ def attention_inputs(options: dict[str, Any], case: dict[str, Any]) -> tuple[lis
 def check_attention(rank: int, world_size: int, options: dict[str, Any], case: dict[str, Any]) -> None:
     plain = fill(Holder(nn.MultiheadAttention(WIDTH, HEADS, **options)))
     split = fill(Holder(nn.MultiheadAttention(WIDTH, HEADS, **options)))
-    _, tags, undo = split_model(split, {"attention": "attention"})
+    _, tags, undo = split_model(split, {"model": "attention"})
     plain.train(case.get("train", True))
     split.train(case.get("train", True))
     gradients: list[list[Tensor | None]] = []
@@ -91,7 +81,7 @@ def check_attention(rank: int, world_size: int, options: dict[str, Any], case: d
     for expected, found in zip(*gradients, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     undo.restore()
-    assert type(split.get_submodule("attention")) is nn.MultiheadAttention
+    assert type(split.get_submodule("model")) is nn.MultiheadAttention
 
 
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -126,7 +116,7 @@ def check_dropout(rank: int, world_size: int) -> tuple[float, list[float]]:
     """With weights of one and no projection in the way, how many attention weights survive, per head."""
     torch.manual_seed(1234)
     split = fill(Holder(nn.MultiheadAttention(WIDTH, HEADS, dropout=0.5, batch_first=True)))
-    split_model(split, {"attention": "attention"})
+    split_model(split, {"model": "attention"})
     x = wave(2, 8, WIDTH)
     _, weights = split(x, x, x, average_attn_weights=False)
     after = float(torch.rand(()))
@@ -195,16 +185,14 @@ def test_transformer_layers_equal_plain(
 
 @pytest.mark.parametrize("option", [{"add_bias_kv": True}, {"add_zero_attn": True}])
 def test_keys_that_belong_to_no_head_are_refused(option: dict[str, bool]) -> None:
-    from lightning_parallel.tensor_parallel.plan import resolve_plan
-
     model = Holder(nn.MultiheadAttention(WIDTH, HEADS, **option))
     with pytest.raises(ValueError, match="add_bias_kv and add_zero_attn .* use False"):
-        resolve_plan(model, {"attention": "attention"}, 2)
+        resolve_plan(model, {"model": "attention"}, 2)
 
 
 def check_wrong_mask(rank: int, world_size: int) -> str:
     split = fill(Holder(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)))
-    split_model(split, {"attention": "attention"})
+    split_model(split, {"model": "attention"})
     x = wave(2, 5, WIDTH)
     with pytest.raises(ValueError, match="expected 8 masks for 2 samples and 4 heads, got 3") as caught:
         split(x, x, x, attn_mask=wave(3, 5, 5))

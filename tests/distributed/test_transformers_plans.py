@@ -9,20 +9,59 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.tensor_models import compare_with_plain, split_model
+from tests.distributed.tensor_models import Holder, compare_with_plain, split_model
 from tests.harness import Ranks
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 transformers: Any = pytest.importorskip("transformers")
 
-BASE = {"vocab_size": 98, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
+BASE: dict[str, Any] = {
+    "vocab_size": 98,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+}
 GROUPED = BASE | {"num_key_value_heads": 4, "use_cache": False}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
 BERT = BASE | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 GPT2 = {"vocab_size": 98, "n_embd": 32, "n_layer": 2, "n_head": 8, "n_positions": 64, "attn_pdrop": 0.0} | NO_DROPOUT
 VIT = BERT | {"image_size": 16, "patch_size": 4, "num_labels": 5}
+FALCON = {"vocab_size": 98, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8}
+T5 = {
+    "vocab_size": 98,
+    "d_model": 32,
+    "d_kv": 4,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 8,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+}
+BART = {"vocab_size": 98, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 64} | {
+    f"{side}_{what}": size
+    for side in ("encoder", "decoder")
+    for what, size in (("attention_heads", 8), ("ffn_dim", 64))
+}
+BART |= {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+DEEPSEEK = {
+    "use_cache": False,
+    "num_key_value_heads": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+}
 
-# name: (class prefix, head class, options)
+# name: (prefix of the config and model classes, rest of the model class, options)
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("Llama", "ForCausalLM", GROUPED),
     "llama_bias": ("Llama", "ForCausalLM", BASE | {"attention_bias": True, "mlp_bias": True}),
@@ -49,23 +88,24 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("Bert", "ForMaskedLM", BERT),
     "roberta": ("Roberta", "ForMaskedLM", BERT | {"max_position_embeddings": 64}),
     "vit": ("ViT", "ForImageClassification", VIT),
+    "deepseek_v2": ("DeepseekV2", "ForCausalLM", BASE | DEEPSEEK),
+    "llama4": (
+        "Llama4Text",
+        "Llama4ForCausalLM",
+        GROUPED | {"head_dim": 4, "num_local_experts": 4, "intermediate_size_mlp": 64},
+    ),
+    "falcon": ("Falcon", "ForCausalLM", FALCON),
+    "t5": ("T5", "ForConditionalGeneration", T5),
+    "bart": ("Bart", "ForConditionalGeneration", BART),
     "opt": ("OPT", "ForCausalLM", BASE | {"ffn_dim": 64, "dropout": 0.0, "max_position_embeddings": 64}),
 }
-
-
-class Holder(nn.Module):
-    """The model inside a user's module."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
 
 
 def make(kind: str) -> Holder:
     torch.manual_seed(0)
     prefix, head, options = FAMILIES[kind]
     config = getattr(transformers, f"{prefix}Config")(**options)
-    return Holder(getattr(transformers, f"{prefix}{head}")(config))
+    return Holder(getattr(transformers, head if head.startswith("Llama4") else f"{prefix}{head}")(config))
 
 
 def loss(holder: nn.Module) -> Tensor:
@@ -89,8 +129,37 @@ def check_family(rank: int, world_size: int, kind: str) -> tuple[tuple[str, ...]
     return plan.replicated, held
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("kind", list(FAMILIES))
-def test_family_equals_plain(ranks: Ranks, world_size: int, kind: str) -> None:
+# With four ranks there are fewer key/value heads than ranks, or one expert or head count that was not split by two.
+ON_FOUR = [
+    "llama_kv1",
+    "llama_kv2",
+    "llama_odd_vocabulary",
+    "qwen3",
+    "gemma2",
+    "mixtral",
+    "gpt2",
+    "bert",
+    "deepseek_v2",
+]
+
+
+@pytest.mark.parametrize(("kind", "world_size"), [*((kind, 2) for kind in FAMILIES), *((kind, 4) for kind in ON_FOUR)])
+def test_family_equals_plain(ranks: Ranks, kind: str, world_size: int) -> None:
     for replicated, held in ranks(world_size, check_family, kind):
-        assert held < (0.75 if world_size == 2 else 0.62), f"only little is split: whole are {replicated}"
+        assert held < (0.8 if world_size == 2 else 0.62), f"only little is split: whole are {replicated}"
+
+
+def check_shipped_plan_given_by_hand(rank: int, world_size: int, kind: str) -> set[str]:
+    """The plan that transformers ships, as the user's own: nothing is taken on trust then."""
+    plain, split = make(kind), make(kind)
+    model: Any = split.model
+    shipped = {name: style for name, style in model.tp_plan.items() if name != "lm_head"}
+    plan, tags, _ = split_model(split, shipped)
+    compare_with_plain(plain, split, tags, loss, tolerance=1e-5)
+    return {region.evidence for region in plan.regions}
+
+
+@pytest.mark.parametrize("kind", ["llama_kv1", "qwen3"])
+def test_shipped_plan_given_by_hand_is_rehearsed(ranks: Ranks, kind: str) -> None:
+    for evidence in ranks(4, check_shipped_plan_given_by_hand, kind):
+        assert evidence == {"checked"}
