@@ -64,6 +64,11 @@ class LogRecorder:
     def __bool__(self) -> bool:
         return False
 
+    @property
+    def calls(self) -> list[LogCall]:
+        """Everything logged so far, by micro-batch."""
+        return [call for calls in self.micro_batches for call in calls]
+
     def start_micro_batch(self, batch: Any) -> None:
         """Calls that follow belong to this micro-batch."""
         self.micro_batches.append([])

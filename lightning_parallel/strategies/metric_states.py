@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,8 +14,10 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mea
 
 __all__ = [
     "confine_metrics",
+    "is_mergeable",
     "keep_once",
     "load_metrics",
+    "merge_states",
     "metric_delta",
     "metric_snapshot",
     "metrics_of",
@@ -23,6 +25,7 @@ __all__ = [
     "save_metrics",
     "set_metric_delta",
     "summed_over_replicas",
+    "take_states",
 ]
 
 
@@ -45,13 +48,21 @@ def metric_snapshot(module: torch.nn.Module) -> dict[str, tuple[int, dict[str, i
     }
 
 
-def metric_delta(module: torch.nn.Module, before: dict[str, tuple[int, dict[str, int]]]) -> dict[str, Any]:
-    """What changed in the module's metrics since a snapshot: whole tensors, and only the new entries of lists."""
+def metric_delta(
+    module: torch.nn.Module, before: dict[str, tuple[int, dict[str, int]]], also: Collection[str] = ()
+) -> dict[str, Any]:
+    """What changed in the module's metrics since a snapshot: whole tensors, and only the new entries of lists.
+
+    Args:
+        module: the user's module.
+        before: the snapshot.
+        also: metrics to include whether or not they were updated.
+    """
     _link_groups(module)
     delta: dict[str, Any] = {}
     for name, metric in metrics_of(module).items():
         count, lengths = before.get(name, (0, {}))
-        if metric._update_count == count:
+        if metric._update_count == count and name not in also:
             continue
         states = {}
         for state in metric._defaults:
@@ -82,7 +93,7 @@ def set_metric_delta(module: torch.nn.Module, delta: dict[str, Any]) -> None:
 
 def save_metrics(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
     """Copies of every metric's state, for a step that must not count."""
-    kept = ("_update_count", "_computed", "_forward_cache")
+    kept = ("_update_count", "_computed")
     return {
         name: copy.deepcopy({s: getattr(m, s) for s in (*m._defaults, *kept)}) for name, m in metrics_of(module).items()
     }
@@ -93,6 +104,34 @@ def load_metrics(module: torch.nn.Module, saved: dict[str, dict[str, Any]]) -> N
     for name, metric in metrics_of(module).items():
         for state, value in saved[name].items():
             setattr(metric, state, value)
+
+
+def is_mergeable(metric: Metric) -> bool:
+    """Whether states of two runs can be put together: sums, extremes and concatenations, no inner metric."""
+    if not metric._defaults or any(isinstance(child, Metric) for child in metric.children()):
+        return False
+    return all(r in (dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat) for r in metric._reductions.values())
+
+
+def take_states(metric: Metric) -> dict[str, Any]:
+    """Resets a metric; returns what it held, for `merge_states`."""
+    held = {state: getattr(metric, state) for state in metric._defaults}
+    held = {state: list(value) if isinstance(value, list) else value for state, value in held.items()}
+    count = metric._update_count
+    metric.reset()
+    return {"count": count, "states": held}
+
+
+@torch.no_grad()
+def merge_states(metric: Metric, held: dict[str, Any]) -> None:
+    """Puts what a metric held before in front of what it holds now."""
+    if metric._update_count == 0:
+        for state, value in held["states"].items():
+            setattr(metric, state, value)
+    elif held["count"] > 0:
+        metric._reduce_states(held["states"])
+    metric._update_count += held["count"]
+    metric._computed = None
 
 
 def _persistent(module: torch.nn.Module) -> Iterator[Metric]:

@@ -21,8 +21,9 @@ from lightning_parallel.pipeline.runtime import PipelineRuntime
 from lightning_parallel.pipeline.schedules import build_schedule, forward_only_schedule
 from lightning_parallel.pipeline.share import TreeBroadcast
 from lightning_parallel.random_streams import StepRandom
-from lightning_parallel.strategies import _compat, metric_states
+from lightning_parallel.strategies import _compat
 from lightning_parallel.strategies.logs import LogCall, LogRecorder, combine_calls
+from lightning_parallel.strategies.step_state import StepState
 from lightning_parallel.strategies.weights import ReplicaCombiner, global_loss, loss_weights
 
 __all__ = ["StepOptions", "StepRunner"]
@@ -95,6 +96,7 @@ class StepRunner:
         self.manual_share: torch.Tensor | None = None
         self._combine = ReplicaCombiner(mesh)
         self._share = TreeBroadcast(mesh)
+        self._state = StepState(module, mesh)
 
     # -------------------------------------------------------------- small parts
     @property
@@ -106,6 +108,11 @@ class StepRunner:
     def reduces_now(self) -> bool:
         """Whether an optimizer step follows this batch, so that gradients must be complete after it."""
         return not self.accumulating
+
+    @property
+    def _synced(self) -> bool:
+        """Whether values that a step logs are combined over replicas."""
+        return self.mesh.data is not None and self.options.sync_logs
 
     def random_scope(self, *number: int | str) -> AbstractContextManager[None]:
         """Random streams of one micro-batch."""
@@ -131,7 +138,11 @@ class StepRunner:
             self.manual_share = self._replica_share(batch, counts)
         recorder = LogRecorder()
         recorder.start_micro_batch(batch)
-        with _compat.logged_to(self.trainer, recorder) as collection, self.random_scope("train", *number):
+        with (
+            _compat.logged_to(self.trainer, recorder) as collection,
+            self._state.step(recorder, 1, self._synced, counts),
+            self.random_scope("train", *number),
+        ):
             output = call(batch)
         loss = _loss_of(output)
         calls = recorder.micro_batches[0]
@@ -170,17 +181,18 @@ class StepRunner:
         walk.scales = [w / total / self.trainer.accumulate_grad_batches for w in weights]
         if self.reducer is not None:
             self.reducer.prepare()
-        with _compat.logged_to(self.trainer, walk.recorder) as collection:
-            before = metric_states.metric_snapshot(self.module)
-            schedule = _schedule(self.options.schedule, self.mesh.layout.pipeline, len(parts))
+        schedule = _schedule(self.options.schedule, self.mesh.layout.pipeline, len(parts))
+        with (
+            _compat.logged_to(self.trainer, walk.recorder) as collection,
+            self._state.step(walk.recorder, len(parts), self._synced, counts) as before,
+        ):
             outputs = self.runtime.run(schedule, walk)
         merged: Any = None
         if self.mesh.is_last_stage:
             output, calls = self._merge(outputs, parts, weights, walk.recorder)
             loss, _, calls = self._over_replicas(_loss_of(output), torch.stack(weights).sum(), calls)
-            delta = metric_states.metric_delta(self.module, before)
-            merged = (_with_loss(output, loss), _pack(calls), walk.recorder.resets, delta)
-        return self._distribute(collection, merged, walk.recorder)
+            merged = (_with_loss(output, loss), _pack(calls), walk.recorder.resets, self._state.changes(before))
+        return self._distribute(collection, merged, walk.recorder, before)
 
     def _over_replicas(
         self, loss: torch.Tensor | None, weight: torch.Tensor, calls: list[LogCall]
@@ -211,20 +223,18 @@ class StepRunner:
         weights = loss_weights(parts, self._evaluation_rule(parts), True, self.mesh.device)
         walk = _Walk(self, parts, call)
         walk.number = where
-        saved = metric_states.save_metrics(self.module) if not counts else None
-        with _compat.logged_to(self.trainer, walk.recorder) as collection:
-            before = metric_states.metric_snapshot(self.module)
+        with (
+            _compat.logged_to(self.trainer, walk.recorder) as collection,
+            self._state.step(walk.recorder, len(parts), self._synced and lockstep, counts) as before,
+        ):
             outputs = self.runtime.run(_forward_schedule(self.mesh.layout.pipeline, len(parts)), walk)
-        if saved is not None:
-            metric_states.load_metrics(self.module, saved)
         merged: Any = None
         if self.mesh.is_last_stage:
             output, calls = self._merge(outputs, parts, weights, walk.recorder)
             calls = self._step_values(calls, torch.stack(weights).sum(), counts, lockstep)
-            delta = metric_states.metric_delta(self.module, before) if counts else {}
-            merged = (output, _pack(calls), walk.recorder.resets, delta)
-        output = self._distribute(collection, merged, walk.recorder)
-        if collection is not None and self.mesh.data is not None and self.options.sync_logs:
+            merged = (output, _pack(calls), walk.recorder.resets, self._state.changes(before))
+        output = self._distribute(collection, merged, walk.recorder, before)
+        if collection is not None and self._synced:
             self._sync_epoch(collection, where, lockstep)
         return output
 
@@ -237,7 +247,7 @@ class StepRunner:
         The message is sent whether or not anything is logged per step: replicas may differ in that.
         """
         shown = [call for call in calls if call.options["on_step"]]
-        if lockstep and self.mesh.data is not None and self.options.sync_logs:
+        if lockstep and self._synced:
             shown = self._combine(None, weight if counts else torch.zeros_like(weight), shown)[2]
             counts_shown = True
         else:
@@ -273,19 +283,21 @@ class StepRunner:
         parts = split_batch(batch, self.options.evaluation_micro_batches)
         walk = _Walk(self, parts, call)
         walk.number = where
-        outputs = self.runtime.run(_forward_schedule(self.mesh.layout.pipeline, len(parts)), walk)
+        with self._state.step(walk.recorder, len(parts), False, True) as before:
+            outputs = self.runtime.run(_forward_schedule(self.mesh.layout.pipeline, len(parts)), walk)
         merged: Any = None
         if self.mesh.is_last_stage:
             weights = loss_weights(parts, "samples", True, self.mesh.device)
-            merged = merge_outputs(outputs, [batch_size(p) or 1 for p in parts], weights)
-        return self._share(merged)
+            output = merge_outputs(outputs, [batch_size(p) or 1 for p in parts], weights)
+            merged = (output, [], [], self._state.changes(before))
+        return self._distribute(None, merged, walk.recorder, before)
 
     # -------------------------------------------------------------- logs
-    def _distribute(self, collection: Any, merged: Any, recorder: LogRecorder) -> Any:
-        """Sends output, logs and metric states from the last stage to all, and replays the logs."""
-        output, packed, resets, delta = self._share(merged)
+    def _distribute(self, collection: Any, merged: Any, recorder: LogRecorder, before: Any) -> Any:
+        """Sends output, logs and changes of the module from the last stage to all, and replays the logs."""
+        output, packed, resets, changes = self._share(merged)
         if not self.mesh.is_last_stage:
-            metric_states.set_metric_delta(self.module, delta)
+            self._state.repeat(before, changes)
             recorder.resets = resets
         self._replay(collection, _unpack(packed), recorder)
         return output

@@ -144,7 +144,7 @@ class LogsInHooks(Classifier):
         self.log("batches", float(self.batches), sync_dist=True)
         self.log("train_loss_again", self.trainer.callback_metrics["train_loss"] * 2)
 
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val_batches", 1.0, reduce_fx="sum", batch_size=1)
 
     def on_validation_epoch_end(self) -> None:
@@ -153,6 +153,8 @@ class LogsInHooks(Classifier):
 
 
 class LogsInCallback(Callback):
+    log: Any  # given by the trainer
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         pl_module.log("callback_epoch", float(trainer.current_epoch))
 
