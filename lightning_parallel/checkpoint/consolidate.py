@@ -191,7 +191,7 @@ class ModelShards:
                 module.__dict__.pop("get_extra_state", None)
 
     def _stage_of(self, key: str) -> int:
-        """The stage whose copy of a buffer or extra state counts: where its block, or the parameters of its module, live."""
+        """The stage whose buffer or extra state counts: where its block, or the parameters of its module, live."""
         if self.plan is None:
             return 0
         for index, block in enumerate(self.plan.blocks):

@@ -30,7 +30,7 @@ class ResumableLoader(DataLoader[Any]):
     position = 0
     start = 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         first, self.start = self.start, 0
         self.position = first
         for index, batch in enumerate(super().__iter__()):
@@ -59,13 +59,13 @@ class TiedGPT(GPT):
         super().__init__()
         self.save_hyperparameters()
         self.head.weight = self.tok.weight
-        self.register_buffer("batches_seen", torch.zeros(()))
+        self.register_buffer("seen", torch.zeros(()))
         if dropout:
             for layer in self.layers:
                 layer.__class__ = DropLayer
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.batches_seen += 1
+        self.get_buffer("seen").add_(1)
 
     def configure_optimizers(self) -> Any:
         groups = [
