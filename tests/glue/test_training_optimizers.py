@@ -28,7 +28,7 @@ class WithSGD(GPT):
 
 class WithAdamW(GPT):
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4, foreach=True)
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3, foreach=True)
 
 
 class WithGroups(GPT):
@@ -41,7 +41,7 @@ class WithGroups(GPT):
             {"params": [p for _, p in named if p.dim() == 1], "weight_decay": 0.0, "betas": (0.5, 0.9)},
             {"params": [self.head.weight], "lr": 2e-2, "weight_decay": 0.1},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4, fused=True)
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, fused=True)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 6))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -224,7 +224,7 @@ class Players(LightningModule):
         return {"loss": fooled.detach() + judged.detach()}
 
     def configure_optimizers(self) -> Any:
-        first = torch.optim.AdamW(self.maker.parameters(), lr=1e-2, eps=1e-4)
+        first = torch.optim.AdamW(self.maker.parameters(), lr=1e-2, eps=1e-3)
         second = torch.optim.SGD(self.judge.parameters(), lr=0.2, momentum=0.5)
         return [first, second], [torch.optim.lr_scheduler.ExponentialLR(first, 0.9)]
 

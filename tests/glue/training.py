@@ -39,14 +39,14 @@ class Layer(nn.Module):
         self.heads = heads
         self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.fc, self.out = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.fc1, self.fc2 = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         samples, length, _ = x.shape
         q, k, v = (t.view(samples, length, self.heads, -1).transpose(1, 2) for t in self.qkv(self.ln1(x)).chunk(3, -1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(y.transpose(1, 2).reshape(samples, length, -1))
-        return x + self.out(F.gelu(self.fc(self.ln2(x))))
+        return x + self.fc2(F.gelu(self.fc1(self.ln2(x))))
 
 
 class GPT(LightningModule):
