@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,16 +26,23 @@ _SECOND_INPUT = ("context", "memory", "encoder_hidden_states", "cond", "kv", "y"
 
 @dataclass(frozen=True)
 class Material:
-    """Where and in which precision a rehearsal's tensors live."""
+    """What a rehearsal's tensors are made of.
 
-    device: torch.device
+    ``thin`` matrices repeat one random vector, without memory for the copies: along a split dimension every row (or
+    column) still differs from the others, so that a slice in a wrong place shows.
+    """
+
     dtype: torch.dtype
+    thin: bool = False
 
     def random(self, shape: torch.Size | tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Normal numbers, or nothing but a shape on the meta device."""
-        if self.device.type == "meta":
-            return torch.empty(shape, dtype=self.dtype, device=self.device)
+        """Normal numbers."""
         return torch.randn(shape, dtype=self.dtype, generator=generator)
+
+    def matrix(self, shape: torch.Size, split: int, generator: torch.Generator) -> Tensor:
+        """A matrix that keeps activations ordinary; ``split`` is the dimension along which it may be cut."""
+        varied = [size if not self.thin or dim == split else 1 for dim, size in enumerate(shape)]
+        return (self.random(tuple(varied), generator) / shape[-1] ** 0.5).expand(shape)
 
     def like(self, tensor: Tensor, generator: torch.Generator) -> Tensor:
         """Values for a tensor of which only shape and dtype are known: no mask may hide everything."""
@@ -44,26 +51,26 @@ class Material:
         if tensor.is_complex():
             return torch.complex(self.random(tensor.shape, generator), self.random(tensor.shape, generator))
         if tensor.dtype == torch.bool:
-            return torch.ones(tensor.shape, dtype=torch.bool, device=self.device).tril()
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=self.device)
+            return torch.ones(tensor.shape, dtype=torch.bool).tril()
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
-def random_module(module: nn.Module, material: Material) -> nn.Module:
-    """A copy of ``module`` with random parameters of ordinary size; buffers keep their values where they have some."""
+def random_module(module: nn.Module, material: Material, split_dims: Mapping[str, int]) -> nn.Module:
+    """A copy of ``module`` with random parameters of ordinary size; buffers keep their values where they have some.
+
+    ``split_dims`` tells along which dimension a parameter is cut.
+    """
     generator = torch.Generator().manual_seed(_SEED)
 
     def convert(name: str, old: Tensor) -> Tensor:
         if isinstance(old, nn.Parameter):
             if not old.is_floating_point():
                 raise Mismatch(f"its parameter {name!r} is of type {old.dtype}")
-            noise = material.random(old.shape, generator)
             if old.dim() < 2:
+                noise = material.random(old.shape, generator)
                 return nn.Parameter(noise * 0.1 + (0.0 if name.endswith("bias") else 1.0))
-            return nn.Parameter(noise / old.shape[-1] ** 0.5)
-        if old.is_meta or material.device.type == "meta":
-            dtype = material.dtype if old.is_floating_point() else old.dtype
-            return torch.ones(old.shape, dtype=dtype, device=material.device)
-        kept = old.detach().to(material.device).clone()
+            return nn.Parameter(material.matrix(old.shape, split_dims.get(name, 0), generator))
+        kept = torch.ones(old.shape, dtype=old.dtype) if old.is_meta else old.detach().cpu().clone()
         return kept.to(material.dtype) if kept.is_floating_point() else kept
 
     return clone_module(module, convert)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -23,9 +23,11 @@ from lightning_parallel.tensor_parallel.styles import Heads
 
 __all__ = ["Subject", "Uncallable", "fit_region", "has_dropout", "structure_key"]
 
-_log = logging.getLogger(__name__)
-_LARGEST = 64_000_000
-_DOUBLE = 8_000_000
+_DOUBLE_BELOW = 8_000_000
+_THIN_ABOVE = 64_000_000
+_LARGEST_MATRIX = 1_000_000_000
+# Attributes that only number a module, and would make every block a case of its own.
+_NUMBERED = re.compile(r"layer|idx|index|(^|_)(i|id|no|number)$")
 
 
 class Uncallable(Exception):
@@ -81,7 +83,7 @@ class Subject:
 def fit_region(subject: Subject) -> Region:
     """The region with the fewest changes under which the ranks together compute what the whole module computes.
 
-    Values are compared for regions of up to 64M parameters, shapes alone for larger ones.
+    Weights are random, for more than 64M parameters along the split dimension only, so that they need little memory.
 
     Raises:
         Uncallable: the module cannot be called on its own.
@@ -98,9 +100,6 @@ def fit_region(subject: Subject) -> Region:
             if best is None or (trial.patches and not trial.stand_in and not trial.local_views):
                 best = error
             continue
-        meta = next(rehearsal.module.parameters()).is_meta
-        if meta:
-            _log.info("region %r is too large to compare values: only shapes were checked", subject.region.name)
         return replace(
             subject.region,
             patches=tuple(replace(patch, module=subject.absolute(patch.module)) for patch in trial.patches),
@@ -109,7 +108,7 @@ def fit_region(subject: Subject) -> Region:
             local_views=trial.local_views,
             partial=tuple(map(subject.absolute, partial)),
             random=rehearsal.draws_random_numbers,
-            evidence="shapes" if meta else "checked",
+            evidence="checked",
         )
     assert best is not None, "there is always a trial without changes"
     raise best
@@ -117,12 +116,12 @@ def fit_region(subject: Subject) -> Region:
 
 def structure_key(subject: Subject) -> object:
     """Equal for regions that differ in nothing that a fit depends on, such as the same module in another block."""
-    module, region = subject.module, subject.region
+    module = subject.module
     layers = tuple((name, type(child), _plain_attributes(child)) for name, child in module.named_modules())
     shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters(remove_duplicate=False))
     bench = subject.bench()
     shards = tuple(sorted((name, spec) for name, spec in bench.shards.items()))
-    return layers, shapes, bench.columns, bench.row, shards, type(region)
+    return layers, shapes, bench.columns, bench.row, shards
 
 
 def has_dropout(module: nn.Module) -> bool:
@@ -140,27 +139,28 @@ def _plain_attributes(module: nn.Module) -> tuple[tuple[str, object], ...]:
     return tuple(
         (key, value)
         for key, value in vars(module).items()
-        if isinstance(value, (bool, int, float, str)) and "layer" not in key
+        if isinstance(value, (bool, int, float, str)) and not _NUMBERED.search(key)
     )
 
 
 def _rehearsal(subject: Subject) -> Rehearsal:
-    size = sum(p.numel() for p in subject.module.parameters())
-    cpu = torch.device("cpu")
-    materials = [Material(cpu, torch.float32)]
-    if size <= _DOUBLE:  # some forwards insist on single precision, so that stays second
-        materials.insert(0, Material(cpu, torch.float64))
-    if size > _LARGEST:
-        materials = [Material(torch.device("meta"), torch.float32)]
+    sizes = [p.numel() for p in subject.module.parameters()]
+    kind = type(subject.module).__name__
+    if max(sizes) > _LARGEST_MATRIX:
+        raise Uncallable(f"{kind} holds a parameter of {max(sizes):,} elements, too many to rehearse with")
+    materials = [Material(torch.float32, thin=sum(sizes) > _THIN_ABOVE)]
+    if sum(sizes) <= _DOUBLE_BELOW:  # some forwards insist on single precision, so that stays second
+        materials.insert(0, Material(torch.float64))
+    bench = subject.bench()
+    split_dims = {name: spec.dim for name, spec in bench.shards.items()}
     reason: Mismatch | None = None
     for material in materials:
         for call in _calls(subject, material):
             try:
-                copy = random_module(subject.module, material)
-                return Rehearsal(copy, subject.bench(), call, forward_names(subject.module))
+                copy = random_module(subject.module, material, split_dims)
+                return Rehearsal(copy, bench, call, forward_names(subject.module))
             except Mismatch as error:
                 reason = error
-    kind = type(subject.module).__name__
     raise Uncallable(f"{kind} could not be run on its own ({reason or 'its arguments are not known'})") from reason
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from lightning_parallel.tensor_parallel.rules import Region
@@ -24,27 +25,37 @@ def group_regions(styles: Mapping[str, str]) -> tuple[Region, ...]:
         ValueError: a column has no row behind it, or a row no column before it.
     """
     order = {name: place for place, name in enumerate(styles)}
+    free = {name: None for name, style in styles.items() if style in COLUMN_STYLES}
+    holding = Counter(ancestor for name in free for ancestor in _ancestors(name))
+
+    def nearest(row: str) -> str | None:
+        return next((ancestor for ancestor in _ancestors(row) if holding[ancestor]), None)
+
     rows = [name for name, style in styles.items() if style in ROW_STYLES]
-    free = [name for name, style in styles.items() if style in COLUMN_STYLES]
-    rows.sort(key=lambda row: (-_depth(_ancestor(row, free)), order[row]))
+    rows.sort(key=lambda row: (-_depth(nearest(row)), order[row]))
     regions: dict[str, Region] = {}
-    for row in rows:
-        ancestor = _ancestor(row, free)
-        under = [name for name in free if _inside(name, ancestor)] if ancestor is not None else []
-        others = [
-            other for other in rows if other not in regions and other != row and _ancestor(other, free) == ancestor
-        ]
-        columns = [name for name in under if not others or order[name] < order[row]]
-        if not columns:
+    for place, row in enumerate(rows):
+        ancestor = nearest(row)
+        if ancestor is None:
             raise ValueError(
                 f"{row!r} is 'rowwise' but no 'colwise' layer produces its split input; "
                 f"use 'rowwise_split' or name the columns before it"
             )
-        free = [name for name in free if name not in columns]
+        last = all(nearest(other) != ancestor for other in rows[place + 1 :])
+        under = [name for name in free if not ancestor or name.startswith(f"{ancestor}.")]
+        columns = [name for name in under if last or order[name] < order[row]]
+        if not columns:
+            raise ValueError(
+                f"{row!r} is 'rowwise' but no 'colwise' layer before it is left for it; use 'rowwise_split'"
+            )
+        for name in columns:
+            del free[name]
+            holding.subtract(_ancestors(name))
         regions[row] = Region(lowest_common([*columns, row]), tuple(columns), row)
     if free:
+        column = next(iter(free))
         raise ValueError(
-            f"{free[0]!r} is {styles[free[0]]!r} but no 'rowwise' layer sums over its split output; "
+            f"{column!r} is {styles[column]!r} but no 'rowwise' layer sums over its split output; "
             f"use 'colwise_gather' or name the row layer behind it"
         )
     return tuple(regions[row] for row in sorted(regions, key=lambda row: order[row]))
@@ -65,18 +76,10 @@ def lowest_common(names: Sequence[str]) -> str:
     return ".".join(common)
 
 
-def _ancestor(row: str, columns: Sequence[str]) -> str | None:
-    """Lowest module above ``row`` that holds a column; "" is the model itself."""
-    name = row
-    while name:
-        name = name.rpartition(".")[0]
-        if any(_inside(column, name) for column in columns):
-            return name
-    return None
-
-
-def _inside(name: str, module: str) -> bool:
-    return not module or name.startswith(f"{module}.")
+def _ancestors(name: str) -> list[str]:
+    """Modules above ``name``, lowest first; "" is the model itself."""
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(len(parts) - 1, -1, -1)]
 
 
 def _depth(name: str | None) -> int:

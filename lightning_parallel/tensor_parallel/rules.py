@@ -62,7 +62,7 @@ class Region:
         local_views: ``view`` and ``reshape`` calls that ask for the full width get the local one.
         partial: whole parameters between the columns and the row: each tensor rank holds part of their gradient.
         random: random numbers (dropout) may be drawn between the columns and the row.
-        evidence: how it is known that the split computes the same: "known", "checked", "shapes" or "given".
+        evidence: how it is known that the split computes the same: "known", "checked" or "given".
     """
 
     name: str

@@ -39,7 +39,13 @@ T5 = {
     "decoder_start_token_id": 0,
     "pad_token_id": 0,
 }
-BART = {"vocab_size": 98, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 64} | {
+BART: dict[str, Any] = {
+    "vocab_size": 98,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "max_position_embeddings": 64,
+} | {
     f"{side}_{what}": size
     for side in ("encoder", "decoder")
     for what, size in (("attention_heads", 8), ("ffn_dim", 64))

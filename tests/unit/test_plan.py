@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_parallel.blocks import find_blocks
+from lightning_parallel.tensor_parallel import fitting
 from lightning_parallel.tensor_parallel.plan import HeadPatch, TensorPlan, resolve_plan
 from lightning_parallel.tensor_parallel.sharding import (
     split_even,
@@ -247,13 +248,28 @@ def test_arguments_come_from_the_example_input() -> None:
     assert plan.regions[0].evidence == "checked"
 
 
-def test_large_regions_are_checked_by_shape_alone(caplog: pytest.LogCaptureFixture) -> None:
+class Headless(ViewAttention):
+    """Runs with any number of heads and returns the right shape, but heads of another size attend differently."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, _ = x.shape
+        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in self.c_attn(x).chunk(3, -1))
+        return self.c_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("thin", [False, True])
+def test_shapes_are_not_enough(monkeypatch: pytest.MonkeyPatch, thin: bool) -> None:
+    """The head count must become local, though nothing fails; thin weights, for large regions, tell it as well."""
+    if thin:
+        monkeypatch.setattr(fitting, "_DOUBLE_BELOW", 0)
+        monkeypatch.setattr(fitting, "_THIN_ABOVE", 0)
     with torch.device("meta"):
-        model = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(8192, 32768), nn.GELU(), nn.Linear(32768, 8192))})
-    with caplog.at_level("INFO"):
-        plan = resolve_plan(model, "auto", 8)
-    assert plan.regions[0].evidence == "shapes"
-    assert "'mlp' is too large to compare values" in caplog.text
+        model = nn.ModuleDict({"attn": Headless(64, 8)})
+    plan = resolve_plan(model, {"attn.c_attn": "colwise_qkv", "attn.c_proj": "rowwise"}, 2)
+    assert plan.regions[0].patches == (HeadPatch("attn", "n_head", 8, 4),)
+    assert plan.regions[0].evidence == "checked"
+    with pytest.raises(ValueError, match="is off by"):
+        resolve_plan(model, {"attn.c_attn": "colwise", "attn.c_proj": "rowwise"}, 2)
 
 
 # ---- refusals of sizes, names and styles
