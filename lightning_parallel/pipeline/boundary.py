@@ -11,36 +11,53 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_parallel import comm
 from lightning_parallel.comm import ProcessGroup
+from lightning_parallel.pipeline.outline import Outline, TensorMeta
 from lightning_parallel.pipeline.placeholder import PipelineCutError
 
 __all__ = ["Boundary", "BoundaryLink"]
 
+_MAX_KNOWN = 256
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.Size)
 
 
-@dataclass(frozen=True)
-class _TensorMeta:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
+class _Enter(torch.autograd.Function):
+    """Puts received data into the graph: what is computed from `data` gives `anchor` its gradient.
+
+    The data itself becomes the result, so that a block may write into it, which autograd forbids for a leaf and for a
+    view of one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(data)
+        return data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
 
 
 @dataclass
 class Boundary:
-    """The tensors of one boundary value of one micro-batch, on either side of the boundary."""
+    """The tensors of one boundary value of one micro-batch, on either side of the boundary.
+
+    Attributes:
+        leaves: of the value.
+        spec: its structure.
+        outlines: of the outputs of all earlier blocks, if shapes change from block to block.
+        needs_gradient: on the receiving side, for each tensor whether its gradient travels back.
+        anchors: on the receiving side, where the gradients arrive.
+    """
 
     leaves: list[Any]
     spec: TreeSpec
+    outlines: tuple[Outline, ...] = ()
     needs_gradient: list[bool] = field(default_factory=list)
-
-    def mark_received(self) -> None:
-        """Marks the tensors whose gradient travels back; called once their data arrived."""
-        for tensor, needed in zip(self.tensors, self.needs_gradient, strict=True):
-            tensor.requires_grad_(needed)
+    anchors: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -49,14 +66,21 @@ class Boundary:
 
     @property
     def differentiable(self) -> list[torch.Tensor]:
-        """The tensors whose gradient travels back."""
+        """On the sending side, the tensors whose gradient travels back."""
         return [t for t in self.tensors if t.requires_grad]
 
     def value(self) -> Any:
         """The value in the structure of the sending block, safe to modify in place."""
-        tree = tree_unflatten(self.leaves, self.spec)
-        # A block may write into its input, which autograd forbids for a leaf: hand out a view.
-        return tree_map_only(torch.Tensor, lambda t: t.view_as(t) if t.requires_grad else t, tree)
+        return tree_unflatten(self.leaves, self.spec)
+
+    def enter_graph(self) -> None:
+        """Makes the received value differentiable where it was on the sending side; once, when its data arrived."""
+        places = [place for place, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
+        for place, needed in zip(places, self.needs_gradient, strict=True):
+            if needed:
+                anchor = self.leaves[place].detach().requires_grad_()
+                self.leaves[place] = _Enter.apply(anchor, self.leaves[place])
+                self.anchors.append(anchor)
 
 
 class BoundaryLink:
@@ -84,15 +108,20 @@ class BoundaryLink:
         self.control = control
         self.device = device
         self._sent: dict[bytes, int] = {}
-        self._known: dict[int, tuple[list[Any], TreeSpec]] = {}
+        self._known: dict[int, tuple[Outline, tuple[Outline, ...]]] = {}
         self._headers: list[tuple[Any, torch.Tensor]] = []
 
     def neighbours(self) -> tuple[int, int]:
         """Ranks of the previous and next stage; -1 (which no group holds) at the ends of the pipeline."""
         return -1 if self.previous is None else self.previous, -1 if self.following is None else self.following
 
-    def pack(self, value: Any, block: str) -> Boundary:
+    def pack(self, value: Any, block: str, outlines: tuple[Outline, ...] = ()) -> Boundary:
         """Flattens what a block returned.
+
+        Args:
+            value: what the block returned.
+            block: the block's name, for messages.
+            outlines: of the outputs of all earlier blocks, if shapes change from block to block.
 
         Raises:
             PipelineCutError: it holds something that cannot travel, or no tensor at all.
@@ -101,20 +130,20 @@ class BoundaryLink:
         strangers = {type(x).__name__ for x in leaves if not isinstance(x, (torch.Tensor, *_PLAIN))}
         if strangers:
             raise PipelineCutError(f"{block} returns {', '.join(sorted(strangers))}, which cannot be sent to a stage")
-        return Boundary([x.contiguous() if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+        if not any(isinstance(x, torch.Tensor) for x in leaves):
+            raise PipelineCutError(f"{block} returns no tensor, so that the next stage would receive nothing")
+        return Boundary([x.contiguous() if isinstance(x, torch.Tensor) else x for x in leaves], spec, outlines)
 
     def announce(self, boundary: Boundary) -> None:
         """Sends the header (and a new structure) of a boundary value to the next stage, without waiting."""
-        metas = [
-            _TensorMeta(tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x
-            for x in boundary.leaves
-        ]
-        payload = pickle.dumps((metas, boundary.spec))
+        payload = pickle.dumps((Outline.of(boundary.value()), boundary.outlines))
         known = payload in self._sent
         number = self._sent.setdefault(payload, len(self._sent))
         self._post(torch.tensor([number, 0 if known else len(payload)]))
         if not known:
             self._post(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        if len(self._sent) >= _MAX_KNOWN:  # the receiver forgets at the same message
+            self._sent.clear()
 
     def _post(self, tensor: torch.Tensor) -> None:
         assert self.following is not None, "the last stage has no next stage to announce to"
@@ -131,16 +160,19 @@ class BoundaryLink:
             payload = torch.empty(length, dtype=torch.uint8)
             self._receive(payload)
             self._known[number] = pickle.loads(payload.numpy().tobytes())
-        metas, spec = self._known[number]
-        leaves = [self._allocate(m) if isinstance(m, _TensorMeta) else m for m in metas]
-        return Boundary(leaves, spec, [m.requires_grad for m in metas if isinstance(m, _TensorMeta)])
+        outline, earlier = self._known[number]
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        metas = [leaf for leaf in outline.leaves if isinstance(leaf, TensorMeta)]
+        leaves = [self._allocate(leaf) if isinstance(leaf, TensorMeta) else leaf for leaf in outline.leaves]
+        return Boundary(leaves, outline.spec, earlier, [meta.requires_grad for meta in metas])
 
     def _receive(self, tensor: torch.Tensor) -> None:
         assert self.previous is not None, "the first stage has no previous stage to receive from"
         for work in comm.exchange([comm.SendRecv(tensor, self.previous, send=False)], self.control):
             work.wait()
 
-    def _allocate(self, meta: _TensorMeta) -> torch.Tensor:
+    def _allocate(self, meta: TensorMeta) -> torch.Tensor:
         return torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
 
     def finish(self) -> None:

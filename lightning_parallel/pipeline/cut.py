@@ -8,6 +8,7 @@ stage that is not the last leaves the step through a private BaseException.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,8 +17,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from lightning_parallel.pipeline.outline import Outline
 from lightning_parallel.pipeline.placeholder import (
     PipelineCutError,
+    Placeholder,
+    WriteLedger,
     placeholder_like,
     placeholder_parameter,
     placeholders_in,
@@ -38,10 +42,12 @@ class StageResult:
     Attributes:
         output: return value of the step, on the last stage.
         boundary: output of the last local block, on every other stage.
+        outlines: of the outputs of all blocks before that one, if shapes change from block to block.
     """
 
     output: Any = None
     boundary: Any = None
+    outlines: tuple[Outline, ...] = ()
 
 
 class _Role:
@@ -98,8 +104,10 @@ class StageCut:
         self.foreign: dict[str, nn.Parameter] = {}  # name in the plain model -> the original parameter
         self.stand_ins: dict[int, nn.Parameter] = {}  # id of the original parameter -> its placeholder
         self._swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self.ledger = WriteLedger()
         self._received: Any = None
         self._boundary: Any = None
+        self._outlines: list[Outline] = []
 
     # -------------------------------------------------------------- apply and undo
     def apply(self) -> None:
@@ -120,7 +128,7 @@ class StageCut:
 
     def _stand_in(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         if id(parameter) not in self.stand_ins:
-            self.stand_ins[id(parameter)] = placeholder_parameter(parameter, name, self.device)
+            self.stand_ins[id(parameter)] = placeholder_parameter(parameter, name, self.device, self.ledger)
             self.foreign[name] = parameter
         return self.stand_ins[id(parameter)]
 
@@ -138,22 +146,28 @@ class StageCut:
         self.stand_ins.clear()
 
     # -------------------------------------------------------------- one run of the step
-    def run(self, step: Callable[[], Any], received: Any = None) -> StageResult:
+    def run(self, step: Callable[[], Any], received: Any = None, outlines: tuple[Outline, ...] = ()) -> StageResult:
         """Runs the user's step on this stage.
 
         Args:
             step: calls the user's step on one micro-batch.
             received: what the previous stage's last block returned; None on the first stage.
+            outlines: of the outputs of all blocks before that one, if shapes change from block to block.
 
         Raises:
             PipelineCutError: the step used a value of another stage, or never reached this stage's blocks.
         """
         self._received = received
+        self._outlines = list(outlines)
+        if self.plan.changing_shapes and self.start > 0:
+            self._outlines.append(Outline.of(received))
         try:
-            output = step()
+            with self.ledger if self.plan.local_writes and self.start > 0 else nullcontext():
+                output = step()
+                strangers = self._strangers(output)
         except _StageDone:
             boundary, self._boundary = self._boundary, None
-            return StageResult(boundary=boundary)
+            return StageResult(boundary=boundary, outlines=tuple(self._outlines))
         finally:
             self._received = None
         if not self.is_last:
@@ -161,7 +175,6 @@ class StageCut:
                 f"the step returned on stage {self.stage} without running {self.plan.blocks[self.stop - 1]}; every "
                 f"batch must pass through all {len(self.plan.blocks)} blocks"
             )
-        strangers = placeholders_in(output)
         if strangers:
             raise PipelineCutError(f"the step returned a value of another stage: {strangers[0]!r}")
         return StageResult(output=output)
@@ -172,7 +185,7 @@ class StageCut:
         name = self.plan.blocks[index]
         if index >= self.stop:
             raise PipelineCutError(f"{name} was called on stage {self.stage} before {self.plan.blocks[self.stop - 1]}")
-        strangers = placeholders_in((args, kwargs))
+        strangers = self._strangers((args, kwargs))
         if strangers:
             raise PipelineCutError(f"{name} on stage {self.stage} received a value of another stage: {strangers[0]!r}")
         if index == self.start and self.on_first_block is not None:
@@ -181,10 +194,18 @@ class StageCut:
         if index == self.stop - 1 and not self.is_last:
             self._boundary = out
             raise _StageDone
+        if self.plan.changing_shapes:
+            self._outlines.append(Outline.of(out))
         return out
+
+    def _strangers(self, tree: Any) -> list[Placeholder]:
+        """Values of other stages among the leaves."""
+        return placeholders_in(tree_map_only(torch.Tensor, self.ledger.stand_in, tree))
 
     def _foreign_output(self, index: int) -> Any:
         if index == self.start - 1:
             return self._received
         origin = (f"output of {self.plan.blocks[index]}",)
-        return tree_map_only(torch.Tensor, lambda t: placeholder_like(t, origin), self._received)
+        if self.plan.changing_shapes:
+            return self._outlines[index].stand_in(origin, self.device, self.ledger)
+        return tree_map_only(torch.Tensor, lambda t: placeholder_like(t, origin, self.ledger), self._received)

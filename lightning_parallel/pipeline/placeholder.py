@@ -6,35 +6,23 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-__all__ = ["PipelineCutError", "Placeholder", "placeholder_like", "placeholder_parameter", "placeholders_in"]
+from lightning_parallel.pipeline.operators import FACTORIES, data_read_by, operator_name, writes, written_by
+
+__all__ = [
+    "PipelineCutError",
+    "Placeholder",
+    "WriteLedger",
+    "placeholder_like",
+    "placeholder_parameter",
+    "placeholders_in",
+]
 
 
 class PipelineCutError(RuntimeError):
     """A model cannot be cut into stages, or used a value of another stage. The message names it."""
-
-
-# Factories take shape and dtype of their argument only: the result is real.
-_FACTORIES = frozenset(
-    [
-        "empty_like",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "new_empty",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty_strided",
-    ]
-)
-_DATA_READS = frozenset(
-    ["_local_scalar_dense", "is_nonzero", "equal", "item", "nonzero", "unique", "_unique2", "allclose"]
-)
 
 
 class Placeholder(torch.Tensor):
@@ -42,6 +30,7 @@ class Placeholder(torch.Tensor):
 
     _meta: torch.Tensor
     _origin: frozenset[str]
+    _ledger: WriteLedger | None
 
     @staticmethod
     def __new__(
@@ -50,13 +39,20 @@ class Placeholder(torch.Tensor):
         origin: Iterable[str],
         device: torch.device,
         requires_grad: bool = False,
+        ledger: WriteLedger | None = None,
     ) -> Placeholder:
-        """`meta` gives shape, strides and dtype; `origin` names the parameters or blocks it stands for."""
+        """`meta` gives shape, strides and dtype; `origin` names the parameters or blocks it stands for.
+
+        `ledger` notes the local tensors that the value is written into; without one such a write is an error.
+        """
         self = torch.Tensor._make_wrapper_subclass(
             cls, meta.size(), strides=meta.stride(), dtype=meta.dtype, device=device, requires_grad=requires_grad
         )
         self._meta = meta
         self._origin = frozenset(origin)
+        self._ledger = ledger
+        # Kernels that take an address (Triton, DLPack) would read from address 0.
+        torch._C._set_throw_on_mutable_data_ptr(self)
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -65,7 +61,7 @@ class Placeholder(torch.Tensor):
         return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype}, of={_names(self._origin)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
-        copy = Placeholder(self._meta, self._origin, self.device, self.requires_grad)
+        copy = Placeholder(self._meta, self._origin, self.device, self.requires_grad, self._ledger)
         if getattr(self, "_is_param", False):
             copy._is_param = True
         memo[id(self)] = copy
@@ -76,33 +72,89 @@ class Placeholder(torch.Tensor):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        name = func._schema.name.split("::")[1]
+        name = operator_name(func)
         stand_ins = placeholders_in((args, kwargs))
         origin = frozenset().union(*(t._origin for t in stand_ins))
         if name == "equal" and isinstance(args[0], Placeholder) != isinstance(args[1], Placeholder):
             return False  # callbacks look for a parameter in a list this way
         if name == "equal":
             return args[0] is args[1]
-        if name in _DATA_READS:
-            raise PipelineCutError(f"{name} reads the data of a value that lives on another stage: {_names(origin)}")
+        read = placeholders_in(data_read_by(func, args, kwargs))
+        if read:
+            unknown = frozenset().union(*(t._origin for t in read))
+            raise PipelineCutError(f"{name} reads the data of a value that lives on another stage: {_names(unknown)}")
         if name.startswith("_foreach_"):
             return _split_foreach(func, args, kwargs)
-        if _writes_local_tensor(func, args):
-            raise PipelineCutError(
-                f"{name} writes a value of another stage into a local tensor in place: {_names(origin)}"
-            )
+        ledger = next((t._ledger for t in stand_ins if t._ledger is not None), None)
+        written = written_by(func, args, kwargs)
+        for tensor in written:
+            if isinstance(tensor, Placeholder):
+                tensor._origin |= origin
+            elif ledger is not None and ledger.is_open:
+                ledger.note(tensor, origin)
+            else:
+                raise PipelineCutError(
+                    f"{name} writes a value of another stage into a local tensor in place: {_names(origin)}"
+                )
+        if any(not isinstance(t, Placeholder) for t in written):
+            return written[0] if len(written) == 1 else tuple(written)
         device = kwargs.get("device") or stand_ins[0].device
-        if name in _FACTORIES:
+        if name in FACTORIES:
             shape_of = args[0]
             real = torch.empty_strided(shape_of.size(), shape_of.stride(), dtype=shape_of.dtype, device=device)
             return func(real, *args[1:], **{**kwargs, "device": device})
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("meta")
+        if name in ("index", "masked_select"):
+            return Placeholder(_select(name, args), origin, torch.device(device), ledger=ledger)
         meta_args, meta_kwargs = tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
         out = func(*meta_args, **meta_kwargs)
         if name.endswith("_") and isinstance(args[0], Placeholder):
             return args[0]
-        return tree_map_only(torch.Tensor, lambda t: Placeholder(t, origin, torch.device(device)), out)
+        place = torch.device(device)
+        return tree_map_only(torch.Tensor, lambda t: Placeholder(t, origin, place, ledger=ledger), out)
+
+
+class WriteLedger(TorchDispatchMode):
+    """Follows local tensors that a value of another stage was written into (`x[:, 1:] = embedding`).
+
+    While it is open, such a tensor counts as a placeholder in every operator.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_open = False
+        self._origins: dict[int, frozenset[str]] = {}
+        self._alive: list[torch.UntypedStorage] = []  # storage addresses must not be reused
+
+    def __enter__(self) -> WriteLedger:
+        self.is_open = True
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self.is_open = False
+        self._origins.clear()
+        self._alive.clear()
+        super().__exit__(*exception)
+
+    def note(self, tensor: torch.Tensor, origin: frozenset[str]) -> None:
+        """The tensor's storage now holds a value of another stage."""
+        storage = tensor.untyped_storage()
+        self._alive.append(storage)
+        self._origins[storage._cdata] = self._origins.get(storage._cdata, frozenset()) | origin
+
+    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A placeholder if the tensor was written into, else the tensor."""
+        if not self._origins or isinstance(tensor, Placeholder) or tensor.layout is not torch.strided:
+            return tensor
+        origin = self._origins.get(tensor.untyped_storage()._cdata)
+        return tensor if origin is None else Placeholder(_to_meta(tensor), origin, tensor.device, ledger=self)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map_only(torch.Tensor, self.stand_in, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _names(origin: frozenset[str]) -> str:
@@ -116,13 +168,16 @@ def _to_meta(t: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta")
 
 
-def _writes_local_tensor(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an in-place or out= operator would write into a tensor that has data."""
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        if written and isinstance(value, torch.Tensor) and not isinstance(value, Placeholder):
-            return True
-    return False
+def _select(name: str, args: tuple[Any, ...]) -> torch.Tensor:
+    """What selecting from a placeholder gives, on the meta device; masks have data, so that they tell its size."""
+    if name == "masked_select":
+        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+        return _to_meta(args[0]).new_empty(int(args[1].expand(shape).sum()))
+    places: list[torch.Tensor | None] = []
+    for index in args[1]:
+        is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+        places += index.nonzero().unbind(1) if is_mask else [index]
+    return _to_meta(args[0])[tuple(slice(None) if i is None else _to_meta(i) for i in places)]
 
 
 def _split_foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -132,6 +187,9 @@ def _split_foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple) and _holds_tensors(a)]
     length = len(lists[0])
+    rows = list(zip(*(entries for entries in lists if len(entries) == length), strict=True))
+    if writes(func) and any(placeholders_in(row) and not isinstance(row[0], Placeholder) for row in rows):
+        raise PipelineCutError(f"{operator_name(func)} writes values of another stage into local tensors")
     real = [i for i in range(length) if not any(isinstance(entries[i], Placeholder) for entries in lists)]
 
     def keep(a: Any) -> Any:
@@ -155,13 +213,15 @@ def placeholders_in(tree: Any) -> list[Placeholder]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Placeholder)]
 
 
-def placeholder_like(tensor: torch.Tensor, origin: Iterable[str]) -> Placeholder:
+def placeholder_like(tensor: torch.Tensor, origin: Iterable[str], ledger: WriteLedger | None = None) -> Placeholder:
     """A placeholder with shape, dtype and device of a tensor."""
-    return Placeholder(_to_meta(tensor), origin, tensor.device)
+    return Placeholder(_to_meta(tensor), origin, tensor.device, ledger=ledger)
 
 
-def placeholder_parameter(parameter: torch.Tensor, name: str, device: torch.device) -> torch.nn.Parameter:
+def placeholder_parameter(
+    parameter: torch.Tensor, name: str, device: torch.device, ledger: WriteLedger | None = None
+) -> torch.nn.Parameter:
     """A placeholder that modules and optimizers treat as a parameter whose gradient is always None."""
-    stand_in = Placeholder(_to_meta(parameter), (f"parameter {name}",), device, parameter.requires_grad)
+    stand_in = Placeholder(_to_meta(parameter), (f"parameter {name}",), device, parameter.requires_grad, ledger)
     stand_in._is_param = True
     return stand_in  # type: ignore[return-value]

@@ -103,11 +103,13 @@ class PipelineRuntime:
             result = StageResult(output=step())
         else:
             boundary = self._arrived(Kind.RECV_FORWARD, number, state)
-            result = self.cut.run(step, boundary.value() if boundary is not None else None)
+            received = () if boundary is None else (boundary.value(), boundary.outlines)
+            result = self.cut.run(step, *received)
         if self.is_last:
             state.outputs[number] = result.output
         else:
-            state.sent[number] = self.link.pack(result.boundary, f"the last block of stage {self.stage}")
+            block = f"the last block of stage {self.stage}"
+            state.sent[number] = self.link.pack(result.boundary, block, result.outlines)
 
     def _arrived(self, kind: Kind, number: int, state: _InFlight) -> Boundary | None:
         if self.link.previous is None:
@@ -116,7 +118,7 @@ class PipelineRuntime:
             work.wait()
         boundary = state.received[number]
         if torch.is_grad_enabled():
-            boundary.mark_received()
+            boundary.enter_graph()
         else:
             del state.received[number]
         return boundary
@@ -168,8 +170,8 @@ class PipelineRuntime:
             outputs = state.sent[number].differentiable
             state.gradients[number] = [torch.empty_like(t, requires_grad=False) for t in outputs]
             return [comm.SendRecv(t, following, send=False) for t in state.gradients[number]]
-        inputs = state.received.pop(number).differentiable
-        return [comm.SendRecv(_gradient(t), previous, send=True) for t in inputs]
+        anchors = state.received.pop(number).anchors
+        return [comm.SendRecv(_gradient(t), previous, send=True) for t in anchors]
 
 
 @lru_cache(maxsize=64)

@@ -9,6 +9,8 @@ __all__ = ["BlockUse", "CutPlan", "StepTrace", "plan_cut"]
 
 # A model whose parameters would mostly have to live on several stages gains nothing from a pipeline.
 MAX_SHARED_FRACTION = 0.5
+# How a block's value may reach another one, besides the ways that need no care.
+SIDE_CHANNEL, WRITE = "side channel", "tensor that it writes into"
 
 
 @dataclass
@@ -19,13 +21,13 @@ class BlockUse:
         inside: parameters used by the block itself.
         inputs: parameters that the tensors handed to the block were computed from, outside of any block.
         values: (producer block, how) for every value of another block that reached this block.
-        main_from: blocks that the first tensor argument was computed from.
+        fed_by: blocks that the tensors handed to this block were computed from.
     """
 
     inside: set[str] = field(default_factory=set)
     inputs: set[str] = field(default_factory=set)
     values: set[tuple[int, str]] = field(default_factory=set)
-    main_from: set[int] = field(default_factory=set)
+    fed_by: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -38,7 +40,11 @@ class StepTrace:
         before: parameters used before the first block.
         after: parameters used after the last block.
         after_values: blocks whose values were used after the last block.
+        after_writes: blocks that wrote into a tensor handed to them which was used after the last block.
         reads: (where, operator, of what) for every place where Python read the value of a tensor.
+        writes: (where, of what, into which buffer, or "") for every place outside of the blocks where a value of a
+            parameter or block was written into a tensor that was there before.
+        changing: whether blocks return values of different shapes.
         problems: reasons to refuse that hold for any cut.
     """
 
@@ -47,7 +53,10 @@ class StepTrace:
     before: set[str] = field(default_factory=set)
     after: set[str] = field(default_factory=set)
     after_values: set[int] = field(default_factory=set)
+    after_writes: set[int] = field(default_factory=set)
     reads: list[tuple[str, str, str]] = field(default_factory=list)
+    writes: list[tuple[str, str, str]] = field(default_factory=list)
+    changing: bool = False
     problems: list[str] = field(default_factory=list)
 
     def outside_cost(self, sizes: Mapping[str, int]) -> tuple[int, int]:
@@ -73,6 +82,8 @@ class CutPlan:
     blocks: tuple[str, ...]
     bounds: tuple[tuple[int, int], ...]
     owners: Mapping[str, tuple[int, ...]]
+    changing_shapes: bool = False
+    local_writes: bool = False
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -115,7 +126,8 @@ def plan_cut(
             f"this model cannot be cut into {len(bounds)} pipeline stages: {'; '.join(dict.fromkeys(problems))}. "
             f"Use pipeline_parallel_size=1, or name other blocks with blocks=..."
         )
-    return CutPlan(names, bounds, owners)
+    early_writes = any(where != f"after {names[-1]}" for where, _, _ in trace.writes)
+    return CutPlan(names, bounds, owners, trace.changing, early_writes)
 
 
 def _order_problems(trace: StepTrace, names: tuple[str, ...]) -> list[str]:
@@ -133,30 +145,36 @@ def _value_problems(trace: StepTrace, plan: CutPlan) -> list[str]:
         name = plan.blocks[index]
         for producer, how in sorted(use.values):
             # A stage has its own blocks' values and the output it received from the block just before them.
-            reachable = producer >= start - (how != "side channel")
-            if not reachable:
+            if producer < start - (how not in (SIDE_CHANNEL, WRITE)):
                 problems.append(f"{name} uses a value of {plan.blocks[producer]} through a {how}")
-        if index == start and stage > 0 and use.main_from != {index - 1}:
-            problems.append(f"{name} does not receive the output of {plan.blocks[index - 1]} as its first tensor")
-    last_start = plan.bounds[-1][0]
-    for producer in sorted(trace.after_values):
-        if producer < last_start - 1 or (producer < last_start and producer != len(plan.blocks) - 1):
-            problems.append(
-                f"the code after the last block uses a value of {plan.blocks[producer]} (collected hidden states, "
-                "router logits or an auxiliary loss?)"
-            )
+        if index == start and stage > 0 and index - 1 not in use.fed_by:
+            problems.append(f"{name} does not receive the output of {plan.blocks[index - 1]}")
+    start = plan.bounds[-1][0]
+    foreign = {b for b in trace.after_values if b < start - 1} | {b for b in trace.after_writes if b < start}
+    problems += [
+        f"the code after the last block uses a value of {plan.blocks[producer]} (collected hidden states, router "
+        "logits or an auxiliary loss?)"
+        for producer in sorted(foreign)
+    ]
     return problems
 
 
 def _read_problems(trace: StepTrace, plan: CutPlan) -> list[str]:
+    """What only the last stage can do, and only after the last block."""
     if len(plan.bounds) == 1:
         return []
     last = f"after {plan.blocks[-1]}"
-    return [
+    problems = [
         f"Python reads the value of a tensor that depends on {what} ({operator}, {where})"
         for where, operator, what in trace.reads
         if not where.startswith("inside ") and where != last
     ]
+    problems += [
+        f"the step writes a value that depends on {what} into the buffer {buffer} ({where})"
+        for where, what, buffer in trace.writes
+        if buffer and where != last
+    ]
+    return problems
 
 
 def _owners(trace: StepTrace, plan: CutPlan, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:

@@ -1,0 +1,53 @@
+"""Mechanism: the shape of a nested value without its data, to announce it, to compare it and to stand in for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from lightning_parallel.pipeline.placeholder import Placeholder, WriteLedger
+
+__all__ = ["Outline", "TensorMeta"]
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """What must be known of a tensor to make one like it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A nested value with `TensorMeta` in place of tensors; cheap to send, equal for equal shapes."""
+
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+
+    @classmethod
+    def of(cls, value: Any) -> Outline:
+        """The outline of a value."""
+        leaves, spec = tree_flatten(value)
+        return cls(tuple(_outline_leaf(leaf) for leaf in leaves), spec)
+
+    def stand_in(self, origin: Iterable[str], device: torch.device, ledger: WriteLedger | None = None) -> Any:
+        """A value of this structure whose tensors are placeholders."""
+
+        def make(leaf: Any) -> Any:
+            if not isinstance(leaf, TensorMeta):
+                return leaf
+            return Placeholder(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), origin, device, ledger=ledger)
+
+        return tree_unflatten([make(leaf) for leaf in self.leaves], self.spec)
+
+
+def _outline_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return TensorMeta(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+    return leaf
