@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_parallel.blocks import find_blocks
 from tests.distributed.tensor_models import Holder, compare_with_plain, split_model
 from tests.harness import Ranks
 
@@ -169,3 +170,30 @@ def check_shipped_plan_given_by_hand(rank: int, world_size: int, kind: str) -> s
 def test_shipped_plan_given_by_hand_is_rehearsed(ranks: Ranks, kind: str) -> None:
     for evidence in ranks(4, check_shipped_plan_given_by_hand, kind):
         assert evidence == {"checked"}
+
+
+def check_sequence_parallel(rank: int, world_size: int, kind: str) -> int:
+    plain, split = make(kind), make(kind)
+    lengths: list[int] = []
+    blocks = find_blocks(split)
+    split.get_submodule(blocks[1]).register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    _, tags, _ = split_model(split, "auto", sequence_parallel=True, blocks=blocks)
+    compare_with_plain(plain, split, tags, loss, tolerance=1e-5)
+    return lengths[0]
+
+
+@pytest.mark.parametrize("kind", ["llama_kv1", "qwen3", "gemma2", "gpt2"])
+def test_sequence_parallel_equals_plain(ranks: Ranks, kind: str) -> None:
+    assert ranks(4, check_sequence_parallel, kind) == [3] * 4
+
+
+def check_sequence_refused(rank: int, world_size: int, kind: str) -> None:
+    model = make(kind)
+    with pytest.raises(ValueError, match="sequence_parallel .* use sequence_parallel=False"):
+        split_model(model, "auto", sequence_parallel=True, blocks=find_blocks(model))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "olmo2", "bert"])
+def test_sequence_parallel_is_refused(ranks: Ranks, kind: str) -> None:
+    """Experts, gathered projections, and layers beside the residual."""
+    ranks(2, check_sequence_refused, kind)
