@@ -184,3 +184,95 @@ def check_wrong_size(rank: int, world_size: int) -> None:
 
 def test_plan_for_another_size_is_refused(ranks: Ranks) -> None:
     ranks(2, check_wrong_size)
+
+
+class Experts(nn.Module):
+    """Stacked experts with bare parameters, every token weighted over all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(3, 16, 6))
+        self.down = nn.Parameter(torch.empty(3, 6, 8))
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        gate, up = torch.einsum("th,efh->etf", x, self.gate_up).chunk(2, -1)
+        return torch.einsum("etf,ehf,te->th", torch.sigmoid(gate) * up, self.down, weights)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 6)
+        self.router = nn.Linear(6, 3)
+        self.experts = Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        return self.experts(x, self.router(x).softmax(-1))
+
+
+def check_experts(rank: int, world_size: int) -> None:
+    plain, split = fill(Mixture()), fill(Mixture())
+    plan, tags, undo = split_model(
+        split,
+        {"experts.gate_up": "packed_colwise", "experts.down": "rowwise", "experts": "moe_tp_experts"},
+    )
+    assert plan.replicated == ("embed", "router")
+    compare_with_plain(plain, split, tags, lambda model: (model(wave(5, 4)) * wave(5, 6, phase=0.3)).sum())
+    undo.restore()
+    assert type(split.get_submodule("experts")) is Experts
+
+
+@worlds
+def test_stacked_experts(ranks: Ranks, world_size: int) -> None:
+    ranks(world_size, check_experts)
+
+
+class Features(nn.Module):
+    """Bare parameters whose products only need to be summed: nothing before them is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.empty(8, 6))
+        self.narrow = nn.Parameter(torch.empty(3, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.wide.t()) @ self.narrow.t()
+
+
+def check_all_reduce(rank: int, world_size: int) -> None:
+    plain, split = Holder(fill(Features())), Holder(fill(Features()))
+    _, tags, _ = split_model(split, {"model.wide": "colwise", "model.narrow": "rowwise", "model": "all_reduce"})
+    compare_with_plain(plain, split, tags, lambda model: (model(wave(5, 6)) * wave(5, 3, phase=0.3)).sum())
+
+
+@worlds
+def test_output_of_split_parameters_is_summed(ranks: Ranks, world_size: int) -> None:
+    ranks(world_size, check_all_reduce)
+
+
+def check_dropout(rank: int, world_size: int) -> tuple[float, Tensor, Tensor]:
+    """Dropout between the layers of an MLP falls on split activations, behind it on whole ones."""
+    model = build("split")
+    mlp = model.get_submodule("blocks.0.mlp")
+    layers = dict(mlp.named_children())
+    model.get_submodule("blocks.0").mlp = nn.Sequential(
+        layers["0"], layers["1"], nn.Dropout(0.5), layers["2"], nn.Dropout(0.5)
+    )
+    _, _, undo = split_model(model, "auto")
+    torch.manual_seed(11)
+    masks: list[Tensor] = []
+    for name in ("2", "4"):
+        dropout = model.get_submodule(f"blocks.0.mlp.{name}")
+        dropout.register_forward_hook(lambda module, args, output: masks.append(output == 0))
+    language_loss(model).backward()
+    after = float(torch.rand(()))
+    undo.restore()
+    return after, masks[0], masks[1]
+
+
+def test_dropout_masks(ranks: Ranks) -> None:
+    (after, inside, behind), (after_other, inside_other, behind_other) = ranks(2, check_dropout)
+    assert after == after_other
+    assert torch.equal(behind, behind_other)
+    assert not torch.equal(inside, inside_other)
