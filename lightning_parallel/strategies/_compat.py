@@ -46,6 +46,7 @@ __all__ = [
     "set_running_sums",
     "sigterm_handlers",
     "sums_kept",
+    "unmovable_left_alone",
 ]
 
 
@@ -229,6 +230,18 @@ def _is_plain_io(plugin: CheckpointIO | None) -> bool:
 def set_checkpoint_io(strategy: Any, plugin: CheckpointIO | None) -> None:
     """What Lightning's setter does, for a property that was overridden."""
     strategy._checkpoint_io = plugin
+
+
+@contextmanager
+def unmovable_left_alone(strategy: Any) -> Iterator[None]:
+    """Hides a module that failed to get memory from code that moves modules to the CPU: its error would hide ours."""
+    module = strategy._lightning_module
+    if module is not None and any(t.is_meta for t in (*module.parameters(), *module.buffers())):
+        strategy._lightning_module = None
+    try:
+        yield
+    finally:
+        strategy._lightning_module = module
 
 
 # ------------------------------------------------------------------------------------------------ precision

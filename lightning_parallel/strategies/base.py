@@ -291,7 +291,8 @@ class PartitionedStrategy(DDPStrategy):
             self._split_module().restore(self.restore_weights)
         self._runner = None
         self._epoch = -1
-        super().teardown()
+        with _compat.unmovable_left_alone(self):
+            super().teardown()
         late_sigterm = self._watch.must_stop and not self._failed
         self._watch.close(self._failed)
         if late_sigterm:

@@ -39,7 +39,7 @@ WITHOUT_REPLICAS: list[Layout] = [(2, 1, 1), (1, 2, 1), (2, 2, 1)]
 class Learner(Classifier):
     """A classifier with hyperparameters, a schedule and a frozen part."""
 
-    def __init__(self, rate: float = 0.05, name: str = "learner") -> None:
+    def __init__(self, rate: float = 0.01, name: str = "learner") -> None:
         super().__init__()
         self.save_hyperparameters()
         self.net.stem.bias.requires_grad_(False)
