@@ -171,7 +171,7 @@ class WorkerPool:
     def _rendezvous(self, world_size: int, launch: Launch) -> Iterator[int]:
         """The port at which the ranks meet."""
         if launch == "lightning":
-            yield _free_port()  # rank 0 opens the store there, as it does under a real launcher
+            yield free_port()  # rank 0 opens the store there, as it does under a real launcher
             return
         # Hosting the store here, on a port the system chose, leaves no moment at which another process can take it.
         store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
@@ -235,7 +235,7 @@ def _failure(
     return RanksHung(f"hang after {timeout:g} s: rank {', '.join(map(str, waiting))} {of} did not return\n{body}")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A free port below the range from which the system serves outgoing connections, so that none can take it."""
     for port in random.SystemRandom().sample(range(20000, 32000), 50):
         with socket.socket() as probe:

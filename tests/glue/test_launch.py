@@ -1,0 +1,161 @@
+"""One script under every launcher: the Trainer itself, torchrun on one and on two machines, spawn, LightningCLI."""
+
+from __future__ import annotations
+
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_parallel import TensorPipelineStrategy
+from tests.glue import launched
+from tests.glue.oracle import assert_same
+from tests.harness import run_python
+from tests.harness.pool import free_port
+from tests.harness.process import ROOT
+
+SCRIPT = ROOT / "tests" / "glue" / "launched.py"
+EXAMPLES = ROOT / "examples"
+GLOBAL_BATCH = 4
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+
+sys.path.insert(0, str(EXAMPLES))
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Any]:
+    """What one process with a plain Trainer sees."""
+    record = launched.Record(None)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        callbacks=[record],
+    )
+    launched.fit(trainer, launched.Model(), GLOBAL_BATCH)
+    return record.seen
+
+
+def script(folder: Path, **options: Any) -> list[str | Path]:
+    return [SCRIPT, json.dumps(options), folder]
+
+
+def check(folder: Path, plain: dict[str, Any], layout: tuple[int, int, int]) -> None:
+    """Every rank saw the plain run's losses and weights; replicas saw its samples between them, each once."""
+    tensor, pipeline, data = layout
+    world_size = tensor * pipeline * data
+    seen = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world_size)]
+    for rank, found in enumerate(seen):
+        assert found.pop("layout") == list(layout)
+        same = {key: found[key] for key in ("losses", "weights", "val_loss", "steps")}
+        assert_same(same, {key: plain[key] for key in same}, f"rank {rank} of {layout}")
+    # Rank order: pipeline slowest, then data, tensor fastest.
+    for replica in range(data):
+        members = [rank for rank in range(world_size) if rank // tensor % data == replica]
+        assert len({json.dumps([seen[r]["samples"], seen[r]["validated"]]) for r in members}) == 1
+    replicas = [seen[replica * tensor] for replica in range(data)]
+    batches = [sorted(sum(parts, [])) for parts in zip(*(r["samples"] for r in replicas), strict=True)]
+    assert batches == plain["samples"]
+    once = sorted(sum((r["validated"] for r in replicas), []))
+    expected = plain["validated"] + [100] * 2 * (len(once) > len(plain["validated"]))  # the last one has a stand-in
+    assert once == sorted(expected)
+
+
+def test_the_trainer_launches_the_automatic_layout_by_name(tmp_path: Path, plain: dict[str, Any]) -> None:
+    done = run_python(script(tmp_path, devices=4, batch_size=GLOBAL_BATCH), cwd=tmp_path, timeout=110)
+    assert done.returncode == 0, done.output
+    check(tmp_path, plain, (2, 2, 1))
+    assert "4 = pipeline 2 x data 1 x tensor 2" in done.output
+
+
+def test_torchrun(tmp_path: Path, plain: dict[str, Any]) -> None:
+    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
+    options = script(tmp_path, devices=2, batch_size=GLOBAL_BATCH, strategy=sizes)
+    done = run_python([*TORCHRUN, "--standalone", *options], cwd=tmp_path, timeout=110)
+    assert done.returncode == 0, done.output
+    check(tmp_path, plain, (1, 2, 1))
+
+
+def test_two_machines_keep_tensor_groups_inside_and_replicas_across(tmp_path: Path, plain: dict[str, Any]) -> None:
+    """Two torchrun agents on one machine stand for two machines."""
+    meeting = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    options = script(tmp_path, devices=2, num_nodes=2, batch_size=GLOBAL_BATCH // 2, strategy="tp_pp")
+
+    def agent(node: int) -> Any:
+        return run_python([*TORCHRUN, *meeting, f"--node-rank={node}", *options], cwd=tmp_path, timeout=110)
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in pool.map(agent, range(2)):
+            assert done.returncode == 0, done.output
+    check(tmp_path, plain, (2, 1, 2))
+
+
+def test_spawn_brings_the_weights_back_to_the_main_process(tmp_path: Path, plain: dict[str, Any]) -> None:
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "start_method": "spawn"}
+    options = script(tmp_path, devices=2, batch_size=GLOBAL_BATCH, strategy=sizes)
+    done = run_python(options, cwd=tmp_path, timeout=110)
+    assert done.returncode == 0, done.output
+    check(tmp_path, plain, (2, 1, 1))
+    main = json.loads((tmp_path / "main.json").read_text())
+    assert_same(main, {key: plain[key] for key in ("weights", "val_loss")}, "the main process")
+
+
+def test_lightning_cli_from_the_examples_yaml(tmp_path: Path) -> None:
+    from train_gpt import GPT, ByteData
+
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 40)
+    sizes = ["--model.layers=2", "--model.width=32", "--data.context=32", "--data.batch_size=4"]
+    data = [f"--data.data=[{text}]"]
+    run = ["--trainer.accelerator=cpu", "--trainer.max_steps=4", "--trainer.val_check_interval=2"]
+    layout = ["--trainer.devices=2", "--trainer.strategy.init_args.tensor_parallel_size=1"]
+    command: list[str | Path] = [EXAMPLES / "train_gpt_cli.py", "fit", "--config", EXAMPLES / "train_gpt.yaml"]
+    done = run_python(
+        [*command, *sizes, *data, *run, *layout, f"--trainer.default_root_dir={tmp_path}"], cwd=tmp_path, timeout=110
+    )
+    assert done.returncode == 0, done.output
+    assert "2 = pipeline 2 x data 1 x tensor 1" in done.output
+    assert "up to 4 per batch" in done.output  # micro_batches of the file
+    (checkpoint,) = tmp_path.rglob("*.ckpt")
+    # Reference: a plain Trainer validates the checkpoint.
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False)
+    module = GPT.load_from_checkpoint(checkpoint)
+    (metrics,) = trainer.validate(module, ByteData([str(text)], 32, 4), verbose=False)
+    states = torch.load(checkpoint, weights_only=False)["callbacks"]
+    (best,) = [float(state["best_model_score"]) for name, state in states.items() if "ModelCheckpoint" in name]
+    assert abs(metrics["val_bpb"] - best) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("choice", "sizes"),
+    [
+        (["--trainer.strategy=tp_pp"], ("auto", "auto")),
+        (["--trainer.strategy=pp"], (1, "auto")),
+        (
+            [
+                "--trainer.strategy=lightning_parallel.TensorPipelineStrategy",
+                "--trainer.strategy.tensor_parallel_size=2",
+                "--trainer.strategy.pipeline_parallel_size=1",
+            ],
+            (2, 1),
+        ),
+    ],
+)
+def test_lightning_cli_takes_names_and_class_paths(choice: list[str], sizes: tuple[Any, Any]) -> None:
+    from train_gpt import GPT, ByteData
+    from train_gpt_cli import GPTCLI
+
+    cli = GPTCLI(GPT, ByteData, run=False, args=["--trainer.accelerator=cpu", "--trainer.devices=2", *choice])
+    strategy = cli.trainer.strategy
+    assert isinstance(strategy, TensorPipelineStrategy)
+    assert (strategy.tensor_config.size, strategy.pipeline_config.size) == sizes
