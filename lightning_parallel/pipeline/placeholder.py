@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from lightning_parallel.pipeline.meta import result_on_meta
 from lightning_parallel.pipeline.operators import FACTORIES, data_read_by, operator_name, writes, written_by
 
 __all__ = [
@@ -107,8 +108,11 @@ class Placeholder(torch.Tensor):
             kwargs["device"] = torch.device("meta")
         if name in ("index", "masked_select"):
             return Placeholder(_select(name, args), origin, torch.device(device), ledger=ledger)
-        meta_args, meta_kwargs = tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
-        out = func(*meta_args, **meta_kwargs)
+        if not func._schema.is_mutable:
+            out = result_on_meta(func, args, kwargs)
+        else:
+            meta_args, meta_kwargs = tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
+            out = func(*meta_args, **meta_kwargs)
         if name.endswith("_") and isinstance(args[0], Placeholder):
             return args[0]
         place = torch.device(device)
