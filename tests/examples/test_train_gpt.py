@@ -34,9 +34,11 @@ def text(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("strategy", ["ddp"])
-def test_example_trains_and_a_plain_trainer_finds_the_same_loss(tmp_path: Path, text: Path, strategy: str) -> None:
-    command = ["--strategy", strategy, "--devices", "2", "--data", str(text), *TINY]
+@pytest.mark.parametrize(("strategy", "devices"), [("ddp", 2), ("pp", 2), ("tp_pp", 4)])
+def test_example_trains_and_a_plain_trainer_finds_the_same_loss(
+    tmp_path: Path, text: Path, strategy: str, devices: int
+) -> None:
+    command = ["--strategy", strategy, "--devices", str(devices), "--data", str(text), *TINY]
     done = run_python([EXAMPLES / "train_gpt.py", *command], cwd=tmp_path, timeout=100)
     assert done.returncode == 0, done.output
     parallel, plain, difference = re.findall(r"(?:run|Trainer|difference): +([\d.e+-]+)$", done.output, re.MULTILINE)
