@@ -77,20 +77,23 @@ class StepRandom:
         self.data_rank = data_rank
         self.stage = stage
         self.device = device
-        self._current: tuple[int | str, ...] = ()
 
     @contextmanager
     def scope(self, *number: int | str) -> Iterator[None]:
         """Streams of one micro-batch of one step, named by `number`; the surrounding streams are restored."""
         outside = random_state(self.device)
-        self._current = (self.seed, self.data_rank, *number)
-        _seed_all(mix_seed(*self._current), self.device)
+        _seed_all(mix_seed(self.seed, self.data_rank, *number), self.device)
         try:
             yield
         finally:
             set_random_state(outside, self.device)
 
     def enter_blocks(self) -> None:
-        """Called before a stage's first block: later stages continue on streams of their own."""
-        if self.stage > 0 and self._current:
-            _seed_torch(mix_seed(*self._current, "stage", self.stage), self.device)
+        """Called before a stage's first block: later stages continue on streams of their own.
+
+        Their seed is drawn from the CPU's generator, which is the same on all stages here, so that a recomputation of
+        the block, which restores that generator, gets the same seed again.
+        """
+        if self.stage > 0:
+            drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.default_generator))
+            _seed_torch(mix_seed(drawn, "stage", self.stage), self.device)

@@ -107,6 +107,8 @@ class StageCut:
         self.ledger = WriteLedger()
         self._received: Any = None
         self._boundary: Any = None
+        self._running = False
+        self._with_gradients = False
         self._outlines: list[Outline] = []
 
     # -------------------------------------------------------------- apply and undo
@@ -157,7 +159,7 @@ class StageCut:
         Raises:
             PipelineCutError: the step used a value of another stage, or never reached this stage's blocks.
         """
-        self._received = received
+        self._received, self._running, self._with_gradients = received, True, torch.is_grad_enabled()
         self._outlines = list(outlines)
         if self.plan.changing_shapes and self.start > 0:
             self._outlines.append(Outline.of(received))
@@ -169,7 +171,7 @@ class StageCut:
             boundary, self._boundary = self._boundary, None
             return StageResult(boundary=boundary, outlines=tuple(self._outlines))
         finally:
-            self._received = None
+            self._received, self._running = None, False
         if not self.is_last:
             raise PipelineCutError(
                 f"the step returned on stage {self.stage} without running {self.plan.blocks[self.stop - 1]}; every "
@@ -180,6 +182,8 @@ class StageCut:
         return StageResult(output=output)
 
     def _call_block(self, index: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._running:
+            return self._call_outside(index, call, args, kwargs)
         if index < self.start:
             return self._foreign_output(index)
         name = self.plan.blocks[index]
@@ -192,11 +196,35 @@ class StageCut:
             self.on_first_block()
         out = call(*args, **kwargs)
         if index == self.stop - 1 and not self.is_last:
+            self._check_gradients(name)
             self._boundary = out
             raise _StageDone
         if self.plan.changing_shapes:
             self._outlines.append(Outline.of(out))
         return out
+
+    def _call_outside(self, index: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A block that runs outside of the step: again, in place of kept activations, or in a hook of the user's."""
+        if not self.start <= index < self.stop:
+            raise PipelineCutError(
+                f"{self.plan.blocks[index]} lives on stage {self.plan.stage_of_block(index)}, but was called on stage "
+                f"{self.stage} outside of the step; let torch.utils.checkpoint cover one block at a time"
+            )
+        recomputes = torch._C._current_graph_task_id() != -1
+        if recomputes and index == self.start and self.on_first_block is not None:
+            self.on_first_block()
+        return call(*args, **kwargs)
+
+    def _check_gradients(self, name: str) -> None:
+        """The value for the next stage must carry its graph, which an outer function must not add afterwards."""
+        if not self._with_gradients or torch.is_grad_enabled():
+            return
+        if any(p.requires_grad for p in self.root.get_submodule(name).parameters()):
+            raise PipelineCutError(
+                f"{name}, the last block of stage {self.stage}, ran without gradients although its parameters require "
+                "them: use torch.utils.checkpoint with use_reentrant=False, or freeze them by requires_grad_(False) "
+                "instead of torch.no_grad()"
+            )
 
     def _strangers(self, tree: Any) -> list[Placeholder]:
         """Values of other stages among the leaves."""

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from tests.glue.oracle import Layout, Site, check, observe
-from tests.glue.training import EVERY, GPT, VOCABULARY, Tokens, fit
+from tests.glue.training import EVERY, GPT, VOCABULARY, Notes, Tokens, fit
 from tests.harness import Ranks
 
 
@@ -81,38 +81,36 @@ def test_uneven_layers(ranks: Ranks) -> None:
 class AddIndex(nn.Module):
     """Adds its own index, and notes that it ran."""
 
-    def __init__(self, index: int, ran: list[str]) -> None:
+    def __init__(self, index: int, notes: Notes) -> None:
         super().__init__()
         self.shift = nn.Parameter(torch.tensor(float(index)))
-        self.ran = ran
-        self.index = index
+        self.notes, self.index = notes, index
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.ran.append(f"block {self.index}")
+        self.notes.add("ran", self.index)
         return x + self.shift
 
 
 class Sums(GPT):
-    """Blocks whose output tells which of them ran; `ran` lists what ran with real values on this rank."""
+    """Blocks whose output tells which of them ran, and notes of what ran on this rank."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__(1)
-        self.ran: list[str] = []
-        self.layers = nn.ModuleList(AddIndex(i, self.ran) for i in range(blocks))
-        self.results: list[float] = []
+        self.notes = Notes()
+        self.layers = nn.ModuleList(AddIndex(i, self.notes) for i in range(blocks))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tok(tokens) * 0
         for block in self.layers:
             x = block(x)
-        self.results.append(float(x.detach().mean()))
+        self.notes.add("results", float(x.detach().mean()))
         return self.head(x)
 
 
 def run_sums(site: Site, blocks: int) -> Any:
     module = Sums(blocks)
     site.trainer(max_steps=1).fit(module, site.loader(Tokens(4), 4))
-    return module.ran, module.results
+    return module.notes.entries["ran"], module.notes.entries.get("results", [])
 
 
 def five_sums(site: Site) -> Any:
@@ -132,8 +130,7 @@ def three_sums(site: Site) -> Any:
 def test_f17_uneven_layer_counts_lose_no_layer(ranks: Ranks) -> None:
     for scenario, blocks, stages in ((five_sums, 5, 2), (seven_sums, 7, 4)):
         found = ranks(stages, observe, scenario, (1, stages, 1), {"micro_batches": 1}, launch="lightning")
-        ran = [name for names, _ in found for name in names]
-        assert ran == [f"block {i}" for i in range(blocks)]
+        assert [index for ran, _ in found for index in ran] == list(range(blocks))
         assert [len(results) for _, results in found] == [0] * (stages - 1) + [1]
         assert found[-1][1] == [sum(range(blocks))]
     for text in ranks(4, observe, three_sums, (1, 4, 1), {}, launch="lightning"):

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
 from tests.glue.oracle import Layout, Site, check, observe, reference
-from tests.glue.training import EVERY, GPT, Record, Tokens, fit
+from tests.glue.training import EVERY, GPT, Notes, Record, Tokens, fit
 from tests.harness import Ranks
 
 
@@ -56,11 +56,11 @@ class Whole(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(WholePair(turn) for turn in range(3))
-        self.dtypes: dict[str, set[torch.dtype]] = {}
+        self.notes = Notes()
 
     def note(self, **tensors: torch.Tensor) -> None:
         for name, tensor in tensors.items():
-            self.dtypes.setdefault(name, set()).add(tensor.dtype)
+            self.notes.add(name, str(tensor.dtype))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x = (batch[:, :4] % 3).to(self.blocks[0].fc.weight.dtype)  # type: ignore[union-attr]
@@ -90,29 +90,25 @@ def whole(site: Site, **trainer: Any) -> Any:
     """One step on eight samples."""
     module = watched(Whole())
     seen = fit(site, module, Tokens(8), max_epochs=1, **trainer)
-    return seen, {name: str(sorted(map(str, kinds))) for name, kinds in module.dtypes.items()}
+    return seen, {name: sorted(set(kinds)) for name, kinds in module.notes.entries.items()}
 
 
 def exact_bf16_mixed(site: Site) -> Any:
     seen = whole(site, precision="bf16-mixed")
-    assert seen[1] == {
-        "activation": "['torch.bfloat16']",
-        "parameter": "['torch.float32']",
-        "gradient": "['torch.float32']",
-    }
+    assert seen[1] == {"activation": ["torch.bfloat16"], "parameter": ["torch.float32"], "gradient": ["torch.float32"]}
     return seen
 
 
 def exact_bf16_true(site: Site) -> Any:
     seen = whole(site, precision="bf16-true")
-    assert set(seen[1].values()) == {"['torch.bfloat16']"}
+    assert list(seen[1].values()) == [["torch.bfloat16"]] * 3
     return seen
 
 
 def exact_fp16(site: Site) -> Any:
     scaler = torch.amp.GradScaler("cpu", init_scale=8)
     seen = whole(site, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
-    assert seen[1]["activation"] == "['torch.float16']"
+    assert seen[1]["activation"] == ["torch.float16"]
     return seen
 
 

@@ -76,6 +76,16 @@ class GPT(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+class Notes:
+    """What a module saw on its own rank; kept in an object, because a list of the module's would follow the last stage."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, list[Any]] = {}
+
+    def add(self, name: str, value: Any) -> None:
+        self.entries.setdefault(name, []).append(value)
+
+
 class Record(Callback):
     """Loss, logged value, step count and learning rates after every batch."""
 
