@@ -33,6 +33,7 @@ class Mesh:
             waits for the device.
         model: every rank of one replica (tensor x pipeline).
         data_control: the data ranks on a host-side group.
+        world_control: every rank on a host-side group.
     """
 
     layout: ParallelLayout
@@ -46,6 +47,7 @@ class Mesh:
     control: dist.ProcessGroup | None = None
     model: dist.ProcessGroup | None = None
     data_control: dist.ProcessGroup | None = None
+    world_control: dist.ProcessGroup | None = None
     stage_pairs: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
     @property
@@ -119,6 +121,7 @@ def build_mesh(layout: ParallelLayout, device: torch.device, timeout: timedelta 
         control=_subset(pipelines, rank, timeout, backend="gloo"),
         model=_subset(layout.model_groups(), rank, timeout),
         data_control=_subset(layout.data_groups(), rank, timeout, backend="gloo"),
+        world_control=_subset((tuple(range(world_size)),), rank, timeout, backend="gloo"),
     )
 
 

@@ -23,6 +23,7 @@ from lightning_parallel.checkpoint.optimizer_states import (
 from lightning_parallel.layout import ParallelLayout
 from lightning_parallel.mesh import Mesh, build_mesh
 from lightning_parallel.strategies import _compat, metric_states
+from lightning_parallel.strategies._compat_loops import agree_to_stop
 from lightning_parallel.strategies.config import SizeOrAuto
 from lightning_parallel.strategies.failures import FailureWatch
 from lightning_parallel.strategies.partition import Partition, materialize
@@ -123,6 +124,7 @@ class PartitionedStrategy(DDPStrategy):
             self._seed = comm.broadcast_object(torch.initial_seed() % 2**62, 0, self._mesh.world)
         self._start_watch()
         _compat.remember_loaders(self._trainer())
+        agree_to_stop(self._trainer())
         self._training_samples = SampleCounter(self.layout.data, self.mesh.data_rank)
         self._evaluation_samples = SampleCounter(self.layout.data, self.mesh.data_rank)
 
@@ -197,8 +199,8 @@ class PartitionedStrategy(DDPStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """A vote of every rank of the world."""
-        vote = torch.tensor(int(decision), device=self.root_device)
-        comm.all_reduce_(vote, self.mesh.world, "min" if all else "max")
+        vote = torch.tensor(int(decision))
+        comm.all_reduce_(vote, self.mesh.world_control, "min" if all else "max")
         return bool(vote)
 
     def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:

@@ -198,6 +198,8 @@ class StepRunner:
         self, loss: torch.Tensor | None, weight: torch.Tensor, calls: list[LogCall]
     ) -> tuple[torch.Tensor | None, torch.Tensor, list[LogCall]]:
         value, total, merged = self._combine(loss, weight, calls if self.options.sync_logs else [])
+        if value is not None and loss is not None:
+            value = value.to(loss.dtype)
         return value, total, merged if self.options.sync_logs else calls
 
     def _merge(

@@ -18,6 +18,7 @@ from lightning_parallel.pipeline.batch import split_batch
 from lightning_parallel.pipeline.runtime import PipelineRuntime
 from lightning_parallel.random_streams import StepRandom
 from lightning_parallel.strategies import _compat, metric_states
+from lightning_parallel.strategies._compat_loops import before_transfer, has_training_data
 from lightning_parallel.strategies.base import PartitionedStrategy
 from lightning_parallel.strategies.config import (
     LossConfig,
@@ -123,7 +124,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
             self._trained = None
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
-        if fitting or self.layout.pipeline == 1:
+        if (fitting and has_training_data(trainer)) or self.layout.pipeline == 1:
             self._split(module, "training_step" if fitting else "", lambda: self._example_batch(trainer))
         self.setup_precision_plugin()
 
@@ -146,6 +147,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
         with self._random_state_kept():
             batch = _compat.example_training_batch(trainer)
             batch = self.precision_plugin.convert_input(batch)
+            batch = before_transfer(trainer, batch)
             batch = self.batch_to_device(batch)
         if _compat.is_resuming(trainer):
             _compat.forget_training_data(trainer)

@@ -1,0 +1,72 @@
+"""Glue: private names of Lightning's loops, beside those in `_compat`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops import _EvaluationLoop, _FitLoop
+from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
+
+__all__ = ["agree_to_stop", "before_transfer", "has_training_data"]
+
+
+def before_transfer(trainer: Trainer, batch: Any) -> Any:
+    """What the module's or the datamodule's `on_before_batch_transfer` makes of a batch."""
+    return trainer.lightning_module._on_before_batch_transfer(batch)
+
+
+def has_training_data(trainer: Trainer) -> bool:
+    """Whether the run will train at all."""
+    return trainer.limit_train_batches != 0
+
+
+# ------------------------------------------------------------------------------------------------ should_stop
+def agree_to_stop(trainer: Trainer) -> None:
+    """Makes `trainer.should_stop` the same on every rank wherever the loops are about to look at it.
+
+    Any rank may set it, in any hook. It is voted on after the hooks of every training batch, after validation, and
+    around epochs, so that all ranks leave the loop where a single process would.
+    """
+    fit = trainer.fit_loop
+    owners: list[Any] = [trainer._logger_connector, fit, fit.epoch_loop.val_loop]
+    for owner, voting in zip(owners, (_VotingConnector, _VotingFitLoop, _VotingValidation), strict=True):
+        if type(owner) is voting.__base__:
+            owner.__class__ = voting
+
+
+def _vote(trainer: Trainer) -> None:
+    trainer.should_stop = trainer.strategy.reduce_boolean_decision(trainer.should_stop, all=False)
+
+
+class _VotingConnector(_LoggerConnector):
+    def on_batch_end(self) -> None:
+        # Between the hooks of a batch and the first look at the flag, which decides about logging.
+        if self.trainer.training:
+            _vote(self.trainer)
+        super().on_batch_end()
+
+
+class _VotingValidation(_EvaluationLoop):
+    def run(self) -> Any:
+        outputs = super().run()
+        _vote(self.trainer)
+        return outputs
+
+
+class _VotingFitLoop(_FitLoop):
+    def run(self) -> None:
+        _vote(self.trainer)
+        super().run()
+
+    def on_run_start(self) -> None:
+        super().on_run_start()
+        _vote(self.trainer)
+
+    def on_advance_start(self) -> None:
+        super().on_advance_start()
+        _vote(self.trainer)
+
+    def on_advance_end(self) -> None:
+        super().on_advance_end()
+        _vote(self.trainer)
