@@ -1,0 +1,116 @@
+"""Which jobs run against one another, and what is asked of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from tests.benchmarks.referee import Job, Result
+
+Measure = Literal["faster", "cpu", "overhead", "bubble"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A comparison of `ours` with `other`.
+
+    Attributes:
+        measure: "faster": time of the other over ours, at least `limit`. "cpu": our CPU seconds over the other's, at
+            most `limit`. "overhead": our time over the other's minus 1, at most `limit`. "bubble": share of our time
+            in which the two stages do not do the work that the other does on one process, at most `limit`.
+        limit: by name of the configuration; one without a limit is only reported.
+    """
+
+    ours: str
+    other: str
+    measure: Measure
+    limit: Mapping[str, float]
+
+    def by_median(self, results: Mapping[str, Result]) -> float:
+        """From the steps of the two jobs that ran one after the other."""
+        ours, other = results[self.ours], results[self.other]
+        if self.measure == "cpu":
+            return median(ours.cpu_seconds) / median(other.cpu_seconds)
+        return self._from_ratio(median(b / a for a, b in zip(ours.seconds, other.seconds, strict=False)))
+
+    def by_minimum(self, results: Mapping[str, Result]) -> float:
+        """From the fastest step of each job: what is left when nobody else uses the machine."""
+        ours, other = results[self.ours], results[self.other]
+        if self.measure == "cpu":
+            return min(ours.cpu_seconds) / min(other.cpu_seconds)
+        return self._from_ratio(min(other.seconds) / min(ours.seconds))
+
+    def _from_ratio(self, faster: float) -> float:
+        if self.measure == "overhead":
+            return 1 / faster - 1
+        return 1 - faster / 2 if self.measure == "bubble" else faster
+
+    def holds(self, value: float, config: str) -> bool | None:
+        """Whether a value is good enough; None without a limit."""
+        limit = self.limit.get(config)
+        if limit is None or math.isnan(value):
+            return None
+        return value >= limit if self.measure == "faster" else value <= limit
+
+
+@dataclass(frozen=True)
+class Heat:
+    """Jobs that take turns. The first is the reference of all losses."""
+
+    title: str
+    jobs: tuple[Job, ...]
+    targets: tuple[Target, ...]
+
+
+ONE = Job("one process", "bare_jobs.one_process", ranks=1)
+ONE_LIGHTNING = Job("Lightning, one process", "lightning_jobs.one_process", ranks=1)
+OUR_TENSOR = Job("tp_pp, tensor 2", "lightning_jobs.our_tensor_parallel")
+OUR_LAYERS = Job("our layers, plain loop", "bare_jobs.our_layers")
+DTENSOR = Job("ModelParallelStrategy", "lightning_jobs.model_parallel_strategy")
+MEGATRON = Job("Megatron-Core layers, plain loop", "bare_jobs.megatron_layers", needs="megatron.core")
+OUR_DATA = Job("tp_pp, data 2", "lightning_jobs.our_data_parallel")
+DDP = Job("Lightning DDP", "lightning_jobs.ddp")
+ACCUMULATING = Job("one process, micro-batches", "bare_jobs.one_process_accumulating", ranks=1)
+OUR_PIPELINE = Job("tp_pp, pipeline 2", "lightning_jobs.our_pipeline", last_rank_loss=True)
+TORCH_1F1B = Job("torch Schedule1F1B, plain loop", "bare_jobs.torch_1f1b", last_rank_loss=True)
+
+HEATS = {
+    "tp": Heat(
+        "tensor parallel, 2 processes",
+        (ONE_LIGHTNING, DTENSOR, MEGATRON, OUR_TENSOR),
+        (
+            Target(OUR_TENSOR.name, DTENSOR.name, "faster", {"mid": 1.25}),
+            Target(OUR_TENSOR.name, DTENSOR.name, "cpu", {"mid": 1.0}),
+            Target(OUR_TENSOR.name, MEGATRON.name, "faster", {"mid": 1.05}),
+            Target(OUR_TENSOR.name, MEGATRON.name, "cpu", {"mid": 1.0}),
+        ),
+    ),
+    "dp": Heat(
+        "data parallel, 2 processes",
+        (ONE_LIGHTNING, DDP, OUR_DATA),
+        (
+            Target(OUR_DATA.name, DDP.name, "faster", {"mid": 1.0}),
+            Target(OUR_DATA.name, DDP.name, "cpu", {"mid": 1.0}),
+        ),
+    ),
+    "pp": Heat(
+        "pipeline parallel, 2 processes",
+        (ACCUMULATING, TORCH_1F1B, OUR_PIPELINE),
+        (
+            Target(OUR_PIPELINE.name, TORCH_1F1B.name, "faster", {"mid": 1.15}),
+            Target(OUR_PIPELINE.name, TORCH_1F1B.name, "cpu", {"mid": 1.0}),
+            Target(OUR_PIPELINE.name, ACCUMULATING.name, "bubble", {"mid": 1 / 9 + 0.05}),
+        ),
+    ),
+    "overhead": Heat(
+        "strategy over a plain loop with the same layers",
+        (ONE, ONE_LIGHTNING, OUR_LAYERS, OUR_TENSOR),
+        (
+            Target(OUR_TENSOR.name, OUR_LAYERS.name, "overhead", {"mid": 0.03, "tiny": 0.10}),
+            Target(ONE_LIGHTNING.name, ONE.name, "overhead", {}),
+        ),
+    ),
+}
