@@ -140,7 +140,7 @@ class Rehearsal:
             for name, parameter in run.module.named_parameters()
             if name not in self.bench.shards and not name.startswith(f"{self.bench.row}.")
         }
-        behind = _reached(run.partials, whole)
+        behind = _reached(list(run.partials), whole)
         ahead = _reached([*run.column_inputs, *tensors_in(output)], whole)
         both = sorted(behind & ahead)
         if both:
@@ -207,9 +207,8 @@ class _RankRun:
         place = len(self.partials)
         bias = getattr(module, "bias", None)
         self.partials.append(output - bias if isinstance(bias, Tensor) else output)
-        if place >= len(self.rehearsal.row_outputs):
-            raise Mismatch("its row layer runs more often than in the whole module")
-        whole = self.rehearsal.row_outputs[place]
+        # More calls come from activation checkpointing, which recomputes in the same order; others are counted later.
+        whole = self.rehearsal.row_outputs[place % len(self.rehearsal.row_outputs)]
         if whole.shape != output.shape:
             raise Mismatch(f"its row layer returns shape {tuple(output.shape)} instead of {tuple(whole.shape)}")
         return whole
@@ -324,5 +323,8 @@ def _reached(outputs: Sequence[Tensor], parameters: Mapping[str, nn.Parameter]) 
     used = [(name, p) for name, p in parameters.items() if p.requires_grad]
     if not total or not used:
         return set()
-    gradients = torch.autograd.grad(total, [p for _, p in used], allow_unused=True)
+    try:
+        gradients = torch.autograd.grad(total, [p for _, p in used], allow_unused=True)
+    except Exception as error:  # checkpointed code of the user's runs again here
+        raise Mismatch(_failed_line(error)) from error
     return {name for (name, _), gradient in zip(used, gradients, strict=True) if gradient is not None}

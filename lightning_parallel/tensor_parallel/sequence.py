@@ -33,11 +33,16 @@ def check_sequence_parallel(model: nn.Module, plan: TensorPlan) -> None:
         if not any(region.name.startswith(f"{block}.") for block in plan.blocks):
             if own_gather(model, region.name):
                 continue
-            where = f"block {region.name!r} itself" if region.name in plan.blocks else f"{region.name or 'the model'!r}"
+            layers = f"{', '.join(region.columns)} and {region.row}"
+            if region.name not in plan.blocks:
+                raise ValueError(
+                    f"sequence_parallel splits layers inside of blocks only, but {layers} lie outside of the blocks "
+                    f"{plan.blocks[0]} to {plan.blocks[-1]}; give those that hold them, or use sequence_parallel=False"
+                )
             raise ValueError(
-                f"sequence_parallel cannot gather tokens for {', '.join(region.columns)} and {region.row}: they lie in "
-                f"{where}, whose other layers work on slices of the sequence; put them in a module of their own inside "
-                f"the block, or use sequence_parallel=False"
+                f"sequence_parallel cannot gather tokens for {layers}: they lie in block {region.name!r} itself, whose "
+                f"other layers work on slices of the sequence; put them in a module of their own inside the block, or "
+                f"use sequence_parallel=False"
             )
     for rule in plan.rules:
         inside = any(rule.name.startswith(f"{block}.") for block in plan.blocks)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.tensor_parallel.parallelize import parallelize_module, shard_parameters
 from lightning_parallel.tensor_parallel.plan import resolve_plan
 from tests.distributed.formulas import wave
-from tests.distributed.tensor_models import Holder, build, compare_with_plain, fill, language_loss, split_model
+from tests.distributed.tensor_models import Block, Holder, build, compare_with_plain, fill, language_loss, split_model
 from tests.harness import Ranks
 
 worlds = pytest.mark.parametrize("world_size", [2, 4])
@@ -276,3 +280,40 @@ def test_dropout_masks(ranks: Ranks) -> None:
     assert after == after_other
     assert torch.equal(behind, behind_other)
     assert not torch.equal(inside, inside_other)
+
+
+class CheckpointedBlock(Block):
+    """Recomputes itself in backward, from inside its own forward."""
+
+    def forward(self, x: Tensor, *extra: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, *extra, use_reentrant=False)
+
+
+def check_recomputed(rank: int, world_size: int, kind: str) -> None:
+    plain, split = build(kind), build(kind)
+    if kind == "flat":  # the caller recomputes: a flat block's own forward is where views become local
+        _, tags, _ = split_model(split, "auto")
+        for model in (plain, split):
+            for block in model.get_submodule("blocks").children():
+                vars(block)["forward"] = partial(checkpoint, block.forward, use_reentrant=False)
+    else:
+        for model in (plain, split):
+            for block in model.get_submodule("blocks").children():
+                block.__class__ = CheckpointedBlock
+        _, tags, _ = split_model(split, "auto")
+    compare_with_plain(plain, split, tags, language_loss)
+
+
+@pytest.mark.parametrize("kind", ["view", "chunk", "flat"])
+def test_activation_checkpointing(ranks: Ranks, kind: str) -> None:
+    ranks(2, check_recomputed, kind)
+
+
+def check_copy(rank: int, world_size: int) -> None:
+    plain, split = build("view"), build("view")
+    _, tags, _ = split_model(split, "auto")
+    compare_with_plain(plain, copy.deepcopy(split), tags, language_loss)
+
+
+def test_copies_of_a_split_model_run(ranks: Ranks) -> None:
+    ranks(2, check_copy)
