@@ -149,7 +149,7 @@ class ParallelLayout:
         >>> ParallelLayout.choose(4, 4, tensor=3)
         Traceback (most recent call last):
         ...
-        ValueError: tensor_parallel_size=3 does not divide the 4 devices of a node; use 1, 2 or 4
+        ValueError: tensor_parallel_size=3 does not divide the 4 devices of a node; use 1, 2 or 4, or a multiple of 3
 
         Raises:
             ValueError: the sizes do not fit the world; the text names sizes that would.
@@ -160,7 +160,7 @@ class ParallelLayout:
             if devices_per_node % tensor:
                 raise ValueError(
                     f"tensor_parallel_size={tensor} does not divide the {devices_per_node} devices of a node; "
-                    f"use {choices_text(divisors(devices_per_node))}"
+                    f"use {choices_text(divisors(devices_per_node))}, or a multiple of {tensor}"
                 )
         if pipeline != "auto":
             _check_size("pipeline_parallel_size", pipeline)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -24,9 +25,10 @@ from lightning_parallel.layout import ParallelLayout
 from lightning_parallel.mesh import Mesh, build_mesh
 from lightning_parallel.strategies import _compat, metric_states
 from lightning_parallel.strategies._compat_loops import agree_to_stop
-from lightning_parallel.strategies.config import SizeOrAuto
+from lightning_parallel.strategies.config import SizeOrAuto, check_flag
 from lightning_parallel.strategies.failures import FailureWatch
 from lightning_parallel.strategies.partition import Partition, materialize
+from lightning_parallel.strategies.refusals import note_surroundings, refuse_data, refuse_objects, refuse_options
 from lightning_parallel.strategies.samples import SampleCounter
 from lightning_parallel.strategies.span import ModelSpan
 from lightning_parallel.strategies.steps import StepRunner
@@ -44,6 +46,9 @@ class PartitionedStrategy(DDPStrategy):
         pipeline_parallel_size: number of stages, or "auto".
         restore_weights: gather the trained weights into the module on every rank when the trainer is done.
         **kwargs: as for Lightning's DDPStrategy.
+
+    Raises:
+        ValueError: an option is not understood.
     """
 
     def __init__(
@@ -53,7 +58,10 @@ class PartitionedStrategy(DDPStrategy):
         restore_weights: bool,
         **kwargs: Any,
     ) -> None:
+        refuse_options(kwargs, type(self), list(inspect.signature(type(self)).parameters)[:-1])
+        check_flag("restore_weights", restore_weights)
         super().__init__(**kwargs)
+        note_surroundings()
         self._sizes = (tensor_parallel_size, pipeline_parallel_size)
         self.restore_weights = restore_weights
         self._mesh: Mesh | None = None
@@ -115,8 +123,18 @@ class PartitionedStrategy(DDPStrategy):
         return self._partition
 
     # -------------------------------------------------------------- processes and data
+    def set_world_ranks(self) -> None:
+        """Tells the environment who this process is.
+
+        Raises:
+            ValueError: the sizes do not fit the world, said before any process starts.
+        """
+        super().set_world_ranks()
+        ParallelLayout.choose(self.num_nodes * self.num_processes, self.num_processes, *self._sizes)
+
     def setup_environment(self) -> None:
         """Starts the process group and makes the groups of the layout."""
+        refuse_objects(self._trainer())
         super().setup_environment()
         if self._mesh is None:
             layout = ParallelLayout.choose(self.world_size, self.num_processes, *self._sizes)
@@ -161,6 +179,8 @@ class PartitionedStrategy(DDPStrategy):
                 dataloader = original
             elif isinstance(sampler, DistributedSampler) and isinstance(original.sampler, SequentialSampler):
                 sampler.shuffle = False
+        if trainer.training:
+            refuse_data(dataloader, self.layout.data)
         _compat.seed_workers(dataloader, self.mesh.data_rank)
         return dataloader
 

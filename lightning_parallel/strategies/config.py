@@ -20,6 +20,18 @@ def check_size(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r} is not a size; use 'auto' or an integer of at least 1")
 
 
+def check_count(name: str, value: object) -> None:
+    """Raises ValueError unless a value is an integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} is not a count; use an integer of at least 1")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raises ValueError unless a value is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} is not a choice; use True or False")
+
+
 @dataclass(frozen=True)
 class TensorParallelConfig:
     """How layers are split over tensor ranks.
@@ -36,7 +48,9 @@ class TensorParallelConfig:
 
     def __post_init__(self) -> None:
         check_size("tensor_parallel_size", self.size)
-        if not isinstance(self.plan, Mapping) and self.plan != "auto":
+        check_flag("sequence_parallel", self.sequence_parallel)
+        entries = [*self.plan, *self.plan.values()] if isinstance(self.plan, Mapping) else []
+        if self.plan != "auto" and (not entries or not all(isinstance(entry, str) for entry in entries)):
             raise ValueError(
                 f"plan={self.plan!r} is not a plan; use 'auto' or a mapping such as {{'layers.*.mlp.fc': 'colwise'}}"
             )
@@ -64,7 +78,11 @@ class PipelineConfig:
     def __post_init__(self) -> None:
         check_size("pipeline_parallel_size", self.size)
         check_size("micro_batches", self.micro_batches)
-        check_size("evaluation_micro_batches", self.evaluation_micro_batches)
+        check_count("evaluation_micro_batches", self.evaluation_micro_batches)
+        if not isinstance(self.blocks, Sequence) or not all(isinstance(name, str) for name in self.blocks):
+            raise ValueError(
+                f"blocks={self.blocks!r} names no blocks; use 'auto', a pattern such as 'layers.*' or a list of names"
+            )
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule={self.schedule!r} is unknown; use one of {', '.join(SCHEDULES)}")
 

@@ -26,8 +26,11 @@ from lightning_parallel.strategies.config import (
     PipelineConfig,
     SizeOrAuto,
     TensorParallelConfig,
+    check_count,
+    check_flag,
 )
 from lightning_parallel.strategies.partition import Partition, make_partition, synchronize_start
+from lightning_parallel.strategies.refusals import refuse_module
 from lightning_parallel.strategies.report import report_layout
 from lightning_parallel.strategies.samples import divides_evenly
 from lightning_parallel.strategies.span import ModelSpan
@@ -97,8 +100,12 @@ class TensorPipelineStrategy(PartitionedStrategy):
             timeout=timeout,
             **kwargs,
         )
-        if zero_stage != 0:
-            raise ValueError(f"zero_stage={zero_stage} is not available with tensor and pipeline parallel; use 0")
+        if isinstance(zero_stage, bool) or zero_stage != 0:
+            raise ValueError(f"zero_stage={zero_stage!r} is not available with tensor and pipeline parallel; use 0")
+        check_flag("sync_logs", sync_logs)
+        check_count("bucket_bytes", bucket_bytes)
+        if timeout is not None and not isinstance(timeout, timedelta):
+            raise ValueError(f"timeout={timeout!r} is not a duration; use datetime.timedelta(minutes=30)")
         self.tensor_config = TensorParallelConfig(tensor_parallel_size, plan, sequence_parallel)
         self.pipeline_config = PipelineConfig(
             pipeline_parallel_size, micro_batches, schedule, blocks, evaluation_micro_batches
@@ -115,7 +122,8 @@ class TensorPipelineStrategy(PartitionedStrategy):
             self.accelerator.setup(trainer)
         self._failed, self._partition, self._runner = False, None, None
         module = self._module()
-        self._refuse(module)
+        micro_batches = self.pipeline_config.micro_batches_for(self.layout.pipeline)
+        refuse_module(module, self.layout, micro_batches, self.pipeline_config.evaluation_micro_batches)
         self.precision_plugin.convert_module(module)
         self._apply_sync_batchnorm(module)
         synchronize_start(module, self.mesh)
@@ -127,20 +135,6 @@ class TensorPipelineStrategy(PartitionedStrategy):
         if (fitting and has_training_data(trainer)) or self.layout.pipeline == 1:
             self._split(module, "training_step" if fitting else "", lambda: self._example_batch(trainer))
         self.setup_precision_plugin()
-
-    def _refuse(self, module: LightningModule) -> None:
-        if self.layout.pipeline > 1 and not module.automatic_optimization:
-            raise ValueError(
-                f"{type(module).__name__} uses manual optimization, which works with pipeline_parallel_size=1 only "
-                f"(got {self.layout.pipeline}): in a pipeline one call of training_step sees one micro-batch on one "
-                f"stage. Use pipeline_parallel_size=1 and tensor_parallel_size={self.layout.tensor}"
-            )
-        micro_batches = self.pipeline_config.micro_batches_for(self.layout.pipeline)
-        if micro_batches > 1 and not module.automatic_optimization:
-            raise ValueError(
-                f"{type(module).__name__} uses manual optimization, whose steps cannot be split into "
-                f"micro_batches={micro_batches}; use micro_batches=1 and accumulate gradients in training_step"
-            )
 
     def _example_batch(self, trainer: Trainer) -> Any:
         """A micro-batch to plan the pipeline with, as `training_step` will see it."""

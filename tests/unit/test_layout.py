@@ -125,8 +125,14 @@ def test_explicit_sizes_are_kept_or_refused_and_tensor_groups_stay_inside_a_node
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((4, 4, 3, "auto"), "tensor_parallel_size=3 does not divide the 4 devices of a node; use 1, 2 or 4"),
-        ((8, 4, 8, 1), "tensor_parallel_size=8 does not divide the 4 devices of a node; use 1, 2 or 4"),
+        (
+            (4, 4, 3, "auto"),
+            "tensor_parallel_size=3 does not divide the 4 devices of a node; use 1, 2 or 4, or a multiple of 3",
+        ),
+        (
+            (8, 4, 8, 1),
+            "tensor_parallel_size=8 does not divide the 4 devices of a node; use 1, 2 or 4, or a multiple of 8",
+        ),
         (
             (4, 4, 2, 4),
             "tensor_parallel_size=2 x pipeline_parallel_size=4 = 8 does not divide the world size 4; "

@@ -1,0 +1,120 @@
+"""Glue: refuses, with names and numbers, what could only fail or go wrong silently later."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_parallel.layout import ParallelLayout
+from lightning_parallel.versions import installed_versions, untested_note
+
+__all__ = ["note_surroundings", "refuse_data", "refuse_module", "refuse_objects", "refuse_options"]
+
+SECOND_PACKAGE = "pytorch_lightning"
+_WRAPPER_OPTIONS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def note_surroundings() -> None:
+    """Warns about untested versions, and about a second Lightning package in this process."""
+    note = untested_note(installed_versions())
+    if note is not None:
+        rank_zero_warn(note)
+    if SECOND_PACKAGE in sys.modules:
+        rank_zero_warn(
+            f"both lightning.pytorch and {SECOND_PACKAGE} are imported, two packages with classes of their own; "
+            "lightning_parallel works with lightning.pytorch only: import Trainer, LightningModule and callbacks from "
+            "there"
+        )
+
+
+def refuse_options(options: Mapping[str, Any], owner: type, known: Iterable[str]) -> None:
+    """Raises ValueError for options that Lightning's DDPStrategy would hand to a wrapper that does not exist here.
+
+    Args:
+        options: options besides the strategy's own.
+        owner: the strategy.
+        known: the strategy's own options.
+    """
+    allowed = set(inspect.signature(DDPStrategy.__init__).parameters) - {"self", "kwargs", *_WRAPPER_OPTIONS}
+    unknown = next((name for name in options if name not in allowed), None)
+    if unknown is not None:
+        close = difflib.get_close_matches(unknown, sorted({*known, *allowed}), 1)
+        hint = f"did you mean {close[0]}?" if close else "no module is wrapped, so leave out options for a wrapper"
+        raise ValueError(f"{owner.__name__} has no option {unknown!r}; {hint}")
+
+
+def refuse_objects(trainer: Trainer) -> None:
+    """Raises ValueError if a part of the run comes from the other Lightning package."""
+    strategy = trainer.strategy
+    parts: dict[str, list[Any]] = {
+        "LightningModule": [trainer.lightning_module],
+        "LightningDataModule": [getattr(trainer, "datamodule", None)],
+        "Callback": list(getattr(trainer, "callbacks", [])),
+        "Logger": list(trainer.loggers),
+        "Profiler": [getattr(trainer, "profiler", None)],
+        "plugin": [strategy.precision_plugin, strategy.checkpoint_io, getattr(strategy, "cluster_environment", None)],
+    }
+    for role, objects in parts.items():
+        for found in objects:
+            if any(cls.__module__.partition(".")[0] == SECOND_PACKAGE for cls in type(found).__mro__):
+                raise ValueError(
+                    f"the {role} {type(found).__name__} comes from {SECOND_PACKAGE}, a second package whose classes "
+                    "are not those of lightning; import it from lightning.pytorch"
+                )
+
+
+def refuse_module(
+    module: LightningModule, layout: ParallelLayout, micro_batches: int, evaluation_micro_batches: int
+) -> None:
+    """Raises ValueError if the module's steps cannot run in a pipeline or on micro-batches.
+
+    Args:
+        module: the user's module.
+        layout: sizes of the dimensions.
+        micro_batches: parts of a training batch.
+        evaluation_micro_batches: parts of a batch in evaluation.
+    """
+    name = type(module).__name__
+    if layout.pipeline > 1 and not module.automatic_optimization:
+        raise ValueError(
+            f"{name} uses manual optimization, which works with pipeline_parallel_size=1 only "
+            f"(got {layout.pipeline}): in a pipeline one call of training_step sees one micro-batch on one "
+            f"stage. Use pipeline_parallel_size=1 and tensor_parallel_size={layout.tensor}"
+        )
+    if micro_batches > 1 and not module.automatic_optimization:
+        raise ValueError(
+            f"{name} uses manual optimization, whose steps cannot be split into "
+            f"micro_batches={micro_batches}; use micro_batches=1 and accumulate gradients in training_step"
+        )
+    for step in _STEPS:
+        parts = micro_batches if step == "training_step" else evaluation_micro_batches
+        takes_iterator = is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True)
+        if takes_iterator and (layout.pipeline > 1 or parts > 1):
+            raise ValueError(
+                f"{name}.{step} takes dataloader_iter, whose batches cannot be shared by "
+                f"{layout.pipeline} stages or split into {parts} micro-batches; let it take batch and batch_idx, or "
+                "use pipeline_parallel_size=1 and 1 micro-batch"
+            )
+
+
+def refuse_data(loader: DataLoader[Any], replicas: int) -> None:
+    """Raises ValueError if some replica would have no training sample of its own."""
+    sampler = loader.sampler
+    if not isinstance(sampler, DistributedSampler) or sampler.num_replicas != replicas:
+        return
+    samples = len(sampler.dataset)  # type: ignore[arg-type]
+    if samples < replicas:
+        raise ValueError(
+            f"the training data has {samples} samples, too few for {replicas} data replicas; use at most {samples} "
+            "replicas (fewer devices, or more tensor or pipeline ranks) or more samples"
+        )
