@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +15,11 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch.amp.grad_scaler import OptState
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import DataLoader
@@ -30,13 +28,11 @@ from torchmetrics import Metric
 from lightning_parallel.strategies.checkpoint_file import WholeFileIO
 
 __all__ = [
-    "derive_precision",
     "ends_dataloader",
     "example_training_batch",
     "forget_training_data",
     "is_resuming",
     "logged_to",
-    "loss_scale",
     "note_log",
     "note_sigterm",
     "run_without_logging",
@@ -242,83 +238,6 @@ def unmovable_left_alone(strategy: Any) -> Iterator[None]:
         yield
     finally:
         strategy._lightning_module = module
-
-
-# ------------------------------------------------------------------------------------------------ precision
-class _SpanningPrecision:
-    """Mixed into the precision plugin: norms and overflow votes span every rank that holds a part of the model."""
-
-    _span: Any
-    _has_gradients: bool
-
-    def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        self._span.clip_by_norm(self.main_params(optimizer), clip_val)  # type: ignore[attr-defined]
-
-    def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        clip: Any = super().clip_gradients  # type: ignore[misc]
-        if clip.__func__ is MixedPrecision.clip_gradients:
-            # It refuses optimizers that unscale by themselves, but their gradients are unscaled by now.
-            clip = super(MixedPrecision, self).clip_gradients  # type: ignore[misc]
-        clip(optimizer, *args, **kwargs)
-
-    def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        def noted() -> Any:
-            result = closure()
-            self._has_gradients = result is not None or not model.automatic_optimization
-            return result
-
-        return super().optimizer_step(optimizer, model, noted, **kwargs)  # type: ignore[misc]
-
-    def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
-        scaler = getattr(self, "scaler", None)
-        if scaler is not None and self._has_gradients:
-            self._span.share_overflow(_overflow_flags(scaler, optimizer))
-        super()._after_closure(model, optimizer)  # type: ignore[misc]
-        if scaler is None:
-            self._span.vote(optimizer)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self
-
-
-@cache
-def _spanning_class(found: type[Precision]) -> type[Precision]:
-    # The name is kept because checkpoints file the plugin's state under it.
-    names = {"__module__": found.__module__, "__qualname__": found.__qualname__}
-    return type(found.__name__, (_SpanningPrecision, found), names)
-
-
-def derive_precision(plugin: Precision, span: Any) -> Precision:
-    """A copy of a precision plugin whose clipping and overflow checks go through `span`."""
-    if isinstance(plugin, _SpanningPrecision):
-        plugin._span = span
-        return plugin
-    derived = copy.copy(plugin)
-    derived.__class__ = _spanning_class(type(plugin))  # type: ignore[arg-type]
-    derived._span = span  # type: ignore[attr-defined]
-    return derived
-
-
-def _overflow_flags(scaler: torch.amp.GradScaler, optimizer: Any) -> list[torch.Tensor]:
-    """The scaler's found-inf tensors for an optimizer, whose gradients are unscaled now if they were not yet.
-
-    Optimizers that unscale by themselves would look for infinities once more, on this rank alone.
-    """
-    optimizer = getattr(optimizer, "_optimizer", optimizer)
-    state = scaler._per_optimizer_states[id(optimizer)]
-    if scaler._scale is None:  # a scaler that is switched off
-        return []
-    if state["stage"] is OptState.READY:
-        scaler.unscale_(optimizer)
-    if not state["found_inf_per_device"]:  # no gradient here, but a vote
-        state["found_inf_per_device"] = {scaler._scale.device: torch.zeros((), device=scaler._scale.device)}
-    return list(state["found_inf_per_device"].values())
-
-
-def loss_scale(plugin: Precision, loss: torch.Tensor) -> torch.Tensor:
-    """The loss as the precision plugin scales it before a backward pass."""
-    scaler = getattr(plugin, "scaler", None)
-    return loss if scaler is None else scaler.scale(loss)
 
 
 # ------------------------------------------------------------------------------------------------ signals

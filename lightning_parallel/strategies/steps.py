@@ -23,6 +23,7 @@ from lightning_parallel.pipeline.share import TreeBroadcast
 from lightning_parallel.random_streams import StepRandom
 from lightning_parallel.strategies import _compat
 from lightning_parallel.strategies.logs import LogCall, LogRecorder, combine_calls
+from lightning_parallel.strategies.precision import loss_scale
 from lightning_parallel.strategies.step_state import StepState
 from lightning_parallel.strategies.weights import ReplicaCombiner, global_loss, loss_weights
 
@@ -122,7 +123,7 @@ class StepRunner:
     def start_backward(self, loss: torch.Tensor) -> None:
         """Backward pass of one micro-batch through the hooks a user may have overridden."""
         plugin = self.trainer.precision_plugin
-        plugin.backward(_compat.loss_scale(plugin, loss), self.module, None)
+        plugin.backward(loss_scale(plugin, loss), self.module, None)
 
     def finish_gradients(self) -> None:
         """Waits until gradients are sums over replicas, tensor ranks and owners."""

@@ -29,7 +29,9 @@ from lightning_parallel.strategies.config import (
     check_count,
     check_flag,
 )
+from lightning_parallel.strategies.optimizers import refuse_optimizers
 from lightning_parallel.strategies.partition import Partition, make_partition, synchronize_start
+from lightning_parallel.strategies.precision import derive_precision
 from lightning_parallel.strategies.refusals import refuse_module
 from lightning_parallel.strategies.report import report_layout
 from lightning_parallel.strategies.samples import divides_evenly
@@ -176,10 +178,12 @@ class TensorPipelineStrategy(PartitionedStrategy):
         self._partition = partition
         if step_name == "training_step":
             self._trained = partition
+            ranks = self.layout.tensor * self.layout.pipeline
+            refuse_optimizers(self.optimizers, partition.tags, partition.names, ranks)
             for optimizer in self.optimizers:
                 partition.adopt_optimizer(optimizer)
         self._span = ModelSpan(self.mesh, partition.tags, partition.names, self.loss_config.non_finite)
-        self.precision_plugin = _compat.derive_precision(self.precision_plugin, self._span)
+        self.precision_plugin = derive_precision(self.precision_plugin, self._span)
         self._runner = self._make_runner(trainer, module, partition)
         partition.split_copies(_compat.module_copies(trainer))
         metric_states.confine_metrics(module, self.mesh.data)

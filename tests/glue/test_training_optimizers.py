@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_parallel import TensorPipelineStrategy
-from tests.glue.oracle import WIDTH, Layout, Samples, Site, check, observe, set_by_formula, weights
+from tests.glue.oracle import WIDTH, Classifier, Layout, Samples, Site, check, observe, set_by_formula, weights
 from tests.glue.training import EVERY, GPT, fit
 from tests.harness import Ranks
 
@@ -263,3 +263,48 @@ def test_manual_optimization_is_refused_in_a_pipeline(ranks: Ranks) -> None:
     options = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "micro_batches": 4}
     for text in ranks(2, refused, options, launch="lightning"):
         assert "micro_batches=4" in text
+
+
+# ------------------------------------------------------------------------------------------------ whole tensors
+class WithLBFGS(Classifier):
+    """Evaluates the step several times."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3, history_size=3)
+
+
+class WithAdafactor(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters(), lr=1e-2)
+
+
+def closures(site: Site) -> Any:
+    """The first batches: the line search amplifies rounding later on."""
+    return fit(site, WithLBFGS(), Samples(36), max_steps=3)
+
+
+def factors(site: Site) -> Any:
+    return fit(site, WithAdafactor(), Samples(36))
+
+
+def test_optimizers_that_need_whole_tensors_work_where_these_are(ranks: Ranks) -> None:
+    check(ranks, closures, (1, 1, 2))
+    check(ranks, factors, (1, 1, 2))
+    check(ranks, factors, (1, 2, 1))
+
+
+def refuse_both(site: Site) -> list[str]:
+    texts = []
+    for module in (WithLBFGS(), WithAdafactor()):
+        with pytest.raises(ValueError, match="needs") as error:
+            fit(site, module, Samples(36))
+        texts.append(str(error.value))
+    return texts
+
+
+def test_optimizers_that_need_whole_tensors_are_refused_elsewhere(ranks: Ranks) -> None:
+    for lbfgs, adafactor in ranks(2, observe, refuse_both, (2, 1, 1), {}, launch="lightning"):
+        assert lbfgs.startswith("LBFGS needs all parameters at once, but 2 ranks share the model")
+        assert adafactor.startswith(
+            "Adafactor needs whole tensors, but net.blocks.0.fc.weight of shape (16, 8) is split"
+        )

@@ -1,0 +1,54 @@
+"""Glue: optimizers that look at more than one element at a time, which cannot work on the part of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from lightning_parallel.parameters import ParameterTag
+
+__all__ = ["refuse_optimizers"]
+
+# By name, because most live in packages that need not be installed. The first need every parameter at once, the others
+# whole tensors: factored or preconditioned moments, norms per layer.
+_WHOLE_MODEL = frozenset({"LBFGS", "PolyakSGD", "SAM"})
+_WHOLE_TENSORS = frozenset(
+    {"Adafactor", "CAME", "Lamb", "LAMB", "Lars", "LARS", "Muon", "NovoGrad", "Shampoo", "SOAP", "DistributedShampoo"}
+)
+
+
+def refuse_optimizers(
+    optimizers: Iterable[torch.optim.Optimizer], tags: Mapping[str, ParameterTag], names: Mapping[int, str], ranks: int
+) -> None:
+    """Refuses optimizers whose steps would differ from those of a plain run.
+
+    Args:
+        optimizers: built on the whole model.
+        tags: tag of every parameter.
+        names: id of a parameter -> name in the plain model.
+        ranks: ranks that share one replica.
+
+    Raises:
+        ValueError: an optimizer needs the whole model or whole tensors, which no rank has.
+    """
+    for optimizer in optimizers:
+        kinds = {kind.__name__ for kind in type(getattr(optimizer, "_optimizer", optimizer)).__mro__}
+        kind = type(optimizer).__name__
+        if ranks > 1 and kinds & _WHOLE_MODEL:
+            raise ValueError(
+                f"{kind} needs all parameters at once, but {ranks} ranks share the model; use tensor_parallel_size=1 "
+                "and pipeline_parallel_size=1, or an optimizer such as AdamW"
+            )
+        split = next((name for name in _parameter_names(optimizer, names) if tags[name].shard is not None), None)
+        if split is not None and kinds & _WHOLE_TENSORS:
+            raise ValueError(
+                f"{kind} needs whole tensors, but {split} of shape {tags[split].shape} is split over the tensor ranks; "
+                "use tensor_parallel_size=1, or an optimizer that works on each element such as AdamW"
+            )
+
+
+def _parameter_names(optimizer: Any, names: Mapping[int, str]) -> list[str]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [names[id(parameter)] for parameter in parameters if id(parameter) in names]
