@@ -111,6 +111,8 @@ def _assign_torch_layers(model: nn.Module, assignment: Assignment) -> None:
             assignment.styles[f"{name}.linear2"] = "rowwise"
             if type(module) in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer):
                 assignment.known.update((f"{name}.linear1", f"{name}.linear2"))
+            else:  # a subclass may compute anything with them
+                assignment.guessed.update((f"{name}.linear1", f"{name}.linear2"))
 
 
 def _assign_vocabulary(model: nn.Module, taken: set[str], assignment: Assignment) -> None:

@@ -171,12 +171,14 @@ class _RankRun:
             setattr(self.module.get_submodule(patch.module), patch.attribute, patch.local)
         for name in bench.columns:
             column = self.module.get_submodule(name)
-            if is_conv1d(column):
-                vars(column)["nf"] = bench.shards[f"{name}.weight"].local_size(rank)
+            size = "nf" if is_conv1d(column) else "out_features"
+            vars(column)[size] = bench.shards[f"{name}.weight"].local_size(rank)
             column.register_forward_pre_hook(self._enter_column)
             column.register_forward_hook(self._leave_column)
-        self.module.get_submodule(bench.row).register_forward_pre_hook(self._enter_row)
-        self.module.get_submodule(bench.row).register_forward_hook(self._leave_row)
+        row = self.module.get_submodule(bench.row)
+        vars(row)["nx" if is_conv1d(row) else "in_features"] = bench.shards[f"{bench.row}.weight"].local_size(rank)
+        row.register_forward_pre_hook(self._enter_row)
+        row.register_forward_hook(self._leave_row)
 
     @staticmethod
     def _slicer(bench: Bench, rank: int) -> Callable[[str, Tensor], Tensor]:

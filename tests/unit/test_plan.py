@@ -191,6 +191,26 @@ def test_what_only_looks_like_a_pair_stays_whole_and_says_why() -> None:
         resolve_plan(model, {"odd.fc1": "colwise", "odd.fc2": "rowwise"}, 2)
 
 
+def test_subclass_of_a_torch_layer_is_rehearsed() -> None:
+    class Normed(nn.TransformerEncoderLayer):
+        def _ff_block(self, x: Tensor) -> Tensor:
+            return self.linear2(F.layer_norm(self.linear1(x), (self.linear1.out_features,)))
+
+    def layer(kind: type[nn.TransformerEncoderLayer]) -> nn.Module:
+        return nn.ModuleDict({"layer": kind(16, 4, 24, 0.0, batch_first=True)})
+
+    assert set(rules(resolve_plan(layer(nn.TransformerEncoderLayer), "auto", 2))) == {
+        "layer.self_attn",
+        "layer.self_attn.out_proj",
+        "layer.linear1",
+        "layer.linear2",
+    }
+    plan = resolve_plan(layer(Normed), "auto", 2)
+    assert set(rules(plan)) == {"layer.self_attn", "layer.self_attn.out_proj"}
+    assert plan.replicated == ("layer.linear1", "layer.linear2")
+    assert "is off by" in plan.notes[0], "the rehearsed linear1 has the local out_features that the split one has"
+
+
 def test_silently_different_attention_is_refused() -> None:
     """A scale from the width of the input would be wrong on local heads, without any shape telling."""
 
