@@ -13,11 +13,13 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tests.glue.checkpointing import TiedGPT, on_layout, read, run_both
-from tests.glue.oracle import PAIRS, PLAN, Layout, Site, assert_same, weights
+from tests.glue.oracle import PAIRS, PLAN, Layout, Site, assert_same, set_by_formula, weights
 from tests.glue.test_checkpoints import Data, Learner
-from tests.glue.training import Tokens
+from tests.glue.training import VOCABULARY, Tokens
 from tests.harness import Ranks
 
 
@@ -63,6 +65,41 @@ def test_a_file_of_four_ranks_is_read_without_the_package(ranks: Ranks, tmp_path
         found = Site().trainer().validate(model, datamodule=Data(Site()), verbose=False)
         assert_same(found, losses, name)
     assert "optimizer_states" not in read(tmp_path / "weights.ckpt")
+
+
+class Wrapped(LightningModule):
+    """A language model that somebody else wrote."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 4}
+        sizes |= {"num_attention_heads": 4, "tie_word_embeddings": True}
+        if kind == "llama":
+            self.model: Any = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=32, num_key_value_heads=2))
+        else:
+            dropout: Any = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+            self.model = GPT2LMHeadModel(GPT2Config(**sizes, **dropout))
+        set_by_formula(self)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.model(input_ids=batch[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.01, momentum=0.9)
+
+
+def two_steps(site: Site, folder: Path, kind: str) -> int:
+    trainer = site.trainer(max_epochs=1)
+    trainer.fit(Wrapped(kind), site.loader(Tokens(8), 4))
+    trainer.save_checkpoint(folder / "after.ckpt")
+    return trainer.global_step
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_files_of_models_that_somebody_else_wrote(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+    """Grouped heads, gated and packed projections, transposed weights, tied heads."""
+    assert run_both(ranks, (2, 2, 1), tmp_path, two_steps, kind, plan="auto") == ["after.ckpt"]
 
 
 # ------------------------------------------------------------------------------------------------ not quite fitting
