@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 __all__ = ["BlockUse", "CutPlan", "StepTrace", "plan_cut"]
 
 # A model whose parameters would mostly have to live on several stages gains nothing from a pipeline.
 MAX_SHARED_FRACTION = 0.5
+_READERS = MappingProxyType({"_local_scalar_dense": ".item(), float(), bool() or if", "nonzero": "a mask as an index"})
 # How a block's value may reach another one, besides the ways that need no care.
 SIDE_CHANNEL, WRITE = "side channel", "tensor that it writes into"
 
@@ -159,18 +161,29 @@ def _value_problems(trace: StepTrace, plan: CutPlan) -> list[str]:
     return problems
 
 
+def _spoken(sources: str, blocks: tuple[str, ...]) -> str:
+    """Sources of a value in words.
+
+    >>> _spoken("block:1, parameter:head.weight", ("layers.0", "layers.1"))
+    'layers.1, head.weight'
+    """
+    parts = (source.partition(":") for source in sources.split(", "))
+    return ", ".join(blocks[int(name)] if kind == "block" else name for kind, _, name in parts)
+
+
 def _read_problems(trace: StepTrace, plan: CutPlan) -> list[str]:
     """What only the last stage can do, and only after the last block."""
     if len(plan.bounds) == 1:
         return []
     last = f"after {plan.blocks[-1]}"
     problems = [
-        f"Python reads the value of a tensor that depends on {what} ({operator}, {where})"
+        f"Python reads the value of a tensor that depends on {_spoken(what, plan.blocks)} "
+        f"({_READERS.get(operator, operator)}, {where})"
         for where, operator, what in trace.reads
         if not where.startswith("inside ") and where != last
     ]
     problems += [
-        f"the step writes a value that depends on {what} into the buffer {buffer} ({where})"
+        f"the step writes a value that depends on {_spoken(what, plan.blocks)} into the buffer {buffer} ({where})"
         for where, what, buffer in trace.writes
         if buffer and where != last
     ]
