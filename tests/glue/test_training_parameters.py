@@ -41,7 +41,7 @@ class TwiceTied(Tied):
         self.kind = nn.Embedding(VOCABULARY, 8)
         self.kind_head = nn.Linear(8, VOCABULARY, bias=False)
         first, last = self.layers[0], self.layers[2]
-        last.fc1.weight = first.fc1.weight  # type: ignore[union-attr]
+        last.mlp.fc1.weight = first.mlp.fc1.weight  # type: ignore[union-attr]
         set_by_formula(self)
         self.kind_head.weight = self.kind.weight
 
@@ -189,6 +189,27 @@ def sometimes(site: Site) -> Any:
 @pytest.mark.parametrize("layout", [*EVERY[:6], (1, 3, 1)])
 def test_f19_unused_parameters_and_parameters_of_the_root(ranks: Ranks, layout: Layout) -> None:
     check(ranks, sometimes, layout, plan="auto")
+
+
+class BySample(Sometimes):
+    """Of every eight samples one goes through the second head: most micro-batches and some replicas never do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = self(batch[:, :-1])
+        chosen = batch[:, 0] == 4
+        logits = self.head(x) + self.shift
+        if chosen.any():
+            logits = logits + torch.zeros_like(logits).index_put((chosen.nonzero()[:, 0],), self.second(x[chosen]))
+        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def by_sample(site: Site) -> Any:
+    return fit(site, BySample())
+
+
+@pytest.mark.parametrize("layout", [(1, 2, 1), (1, 1, 2), (1, 2, 2)])
+def test_f19_parameters_that_some_replicas_do_not_use(ranks: Ranks, layout: Layout) -> None:
+    check(ranks, by_sample, layout)
 
 
 class Skipping(nn.Module):

@@ -227,8 +227,18 @@ def test_f23_an_overflow_on_one_rank_skips_the_step_everywhere(ranks: Ranks, lay
         assert run["counters"] in ([], [4.0])
 
 
+class FrozenStart(WithAdamW):
+    """The first stage has no gradient that could overflow, but a vote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for part in (self.tok, self.pos, self.layers[0]):
+            part.requires_grad_(False)
+
+
 def accumulated(site: Site) -> Any:
-    return fit(site, WithAdamW(), plugins=[Scaled()], accumulate_grad_batches=2, gradient_clip_val=0.3)
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
+    return [fit(site, module, plugins=[Scaled()], **options) for module in (WithAdamW(), FrozenStart())]
 
 
 def test_loss_scaling_with_accumulation(ranks: Ranks) -> None:

@@ -131,20 +131,20 @@ def test_f8_replicas_start_alike_however_ranks_were_seeded(ranks: Ranks, layout:
 
 def assert_no_copies(weights: dict[str, torch.Tensor], held: list[dict[str, torch.Tensor]], layout: Layout) -> None:
     """Parts that ranks or layers hold are parts of the whole, not copies of one part."""
-    first, second = weights["net.layers.0.fc1.weight"].chunk(2)
+    first, second = weights["net.layers.0.mlp.fc1.weight"].chunk(2)
     assert not torch.equal(first, second)
-    assert not torch.equal(weights["net.layers.0.fc1.weight"], weights["net.layers.1.fc1.weight"])
+    assert not torch.equal(weights["net.layers.0.mlp.fc1.weight"], weights["net.layers.1.mlp.fc1.weight"])
     assert torch.equal(weights["net.tok.weight"], weights["net.head.weight"])
     assert weights["net.own.ramp"].tolist() == list(range(8))
     tensor, pipeline, _ = layout
     if tensor == 2:
-        assert torch.equal(held[0]["net.layers.0.fc1.weight"], first)
-        assert torch.equal(held[1]["net.layers.0.fc1.weight"], second)
+        assert torch.equal(held[0]["net.layers.0.mlp.fc1.weight"], first)
+        assert torch.equal(held[1]["net.layers.0.mlp.fc1.weight"], second)
         assert torch.equal(held[0]["net.layers.0.ln1.weight"], held[1]["net.layers.0.ln1.weight"])
     if pipeline == 2:
-        assert "net.layers.0.fc1.weight" in held[0]
-        assert "net.layers.0.fc1.weight" not in held[-1]
-        assert "net.layers.2.fc1.weight" in held[-1]
+        assert "net.layers.0.mlp.fc1.weight" in held[0]
+        assert "net.layers.0.mlp.fc1.weight" not in held[-1]
+        assert "net.layers.2.mlp.fc1.weight" in held[-1]
 
 
 # ------------------------------------------------------------------------------------------------ meta device
@@ -161,7 +161,7 @@ def meta(site: Site) -> Any:
     trainer.fit(module, site.loader(Tokens(8), 8))
     weights = {name: value.clone() for name, value in module.state_dict().items()}
     assert all(torch.equal(configured[name], weights[name]) for name in configured)
-    assert 0.05 < float(weights["net.layers.0.fc1.weight"].std()) < 0.5
+    assert 0.05 < float(weights["net.layers.0.mlp.fc1.weight"].std()) < 0.5
     seed_everything(5)
     trained = fit(site, Module("meta", rate=0.05))
     assert not torch.equal(trained["weights"]["net.tok.weight"], weights["net.tok.weight"])

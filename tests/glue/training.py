@@ -15,7 +15,8 @@ from tests.glue.oracle import Layout, Site, set_by_formula, weights
 
 EVERY: list[Layout] = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 1, 2), (2, 2, 2)]
 """Every layout of one or two ranks per dimension."""
-VOCABULARY, LENGTH = 12, 5
+VOCABULARY, LENGTH = 11, 6
+"""The vocabulary does not divide by two."""
 
 
 class Tokens(Dataset[torch.Tensor]):
@@ -31,22 +32,43 @@ class Tokens(Dataset[torch.Tensor]):
         return (torch.arange(LENGTH + 1) * (index + 3) + index * index) % VOCABULARY
 
 
+class Attention(nn.Module):
+    """Causal attention with one fused projection."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        samples, length, _ = x.shape
+        q, k, v = (t.view(samples, length, self.heads, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).reshape(samples, length, -1))
+
+
+class MLP(nn.Module):
+    """Two linears."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
 class Layer(nn.Module):
     """A pre-norm transformer layer."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
-        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.fc1, self.fc2 = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.ln1, self.attn = nn.LayerNorm(width), Attention(width, heads)
+        self.ln2, self.mlp = nn.LayerNorm(width), MLP(width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        samples, length, _ = x.shape
-        q, k, v = (t.view(samples, length, self.heads, -1).transpose(1, 2) for t in self.qkv(self.ln1(x)).chunk(3, -1))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(y.transpose(1, 2).reshape(samples, length, -1))
-        return x + self.fc2(F.gelu(self.fc1(self.ln2(x))))
+        x = x + self.attn(self.ln1(x))
+        return x + self.mlp(self.ln2(x))
 
 
 class GPT(LightningModule):
@@ -77,7 +99,7 @@ class GPT(LightningModule):
 
 
 class Notes:
-    """What a module saw on its own rank; kept in an object, because a list of the module's would follow the last stage."""
+    """What a module saw on its own rank; an object, because a list of the module's own would follow the last stage."""
 
     def __init__(self) -> None:
         self.entries: dict[str, list[Any]] = {}
