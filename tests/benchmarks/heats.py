@@ -102,7 +102,8 @@ HEATS = {
         (
             Target(OUR_PIPELINE.name, TORCH_1F1B.name, "faster", {"mid": 1.15}),
             Target(OUR_PIPELINE.name, TORCH_1F1B.name, "cpu", {"mid": 1.0}),
-            Target(OUR_PIPELINE.name, ACCUMULATING.name, "bubble", {"mid": 1 / 9 + 0.05}),
+            Target(OUR_PIPELINE.name, ACCUMULATING.name, "bubble", {"mid": 1 / 9 + 0.05, "paced": 1 / 9 + 0.05}),
+            Target(TORCH_1F1B.name, ACCUMULATING.name, "bubble", {}),
         ),
     ),
     "overhead": Heat(
