@@ -228,7 +228,9 @@ class StageCut:
 
     def _strangers(self, tree: Any) -> list[Placeholder]:
         """Values of other stages among the leaves."""
-        return placeholders_in(tree_map_only(torch.Tensor, self.ledger.stand_in, tree))
+        if not self.ledger.is_empty:
+            tree = tree_map_only(torch.Tensor, self.ledger.stand_in, tree)
+        return placeholders_in(tree)
 
     def _foreign_output(self, index: int) -> Any:
         if index == self.start - 1:

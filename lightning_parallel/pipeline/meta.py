@@ -44,6 +44,8 @@ def result_on_meta(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         result = _outline_of_result(func, spec, key)
     except TypeError:  # an argument that cannot be a key
         result = _outline_of_result.__wrapped__(func, spec, key)
+    if isinstance(result, _TensorOutline):  # nearly always; walking a tree takes longer
+        return result.to_meta()
     return tree_map_only(_TensorOutline, _TensorOutline.to_meta, result)
 
 

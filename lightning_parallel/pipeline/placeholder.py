@@ -147,6 +147,11 @@ class WriteLedger(TorchDispatchMode):
         self._alive.append(storage)
         self._origins[storage._cdata] = self._origins.get(storage._cdata, frozenset()) | origin
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no local tensor was written into."""
+        return not self._origins
+
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """A placeholder if the tensor was written into, else the tensor."""
         if not self._origins or isinstance(tensor, Placeholder) or tensor.layout is not torch.strided:
@@ -214,6 +219,15 @@ def _holds_tensors(values: Any) -> bool:
 
 def placeholders_in(tree: Any) -> list[Placeholder]:
     """Every placeholder among the leaves of a nested structure."""
+    if isinstance(tree, torch.Tensor):
+        return [tree] if isinstance(tree, Placeholder) else []
+    # Arguments are mostly flat: flattening them by torch's registry takes several times as long.
+    if type(tree) in (tuple, list):
+        return [leaf for child in tree for leaf in placeholders_in(child)]
+    if type(tree) is dict:
+        return [leaf for child in tree.values() for leaf in placeholders_in(child)]
+    if tree is None or type(tree) in (int, float, bool, str):
+        return []
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Placeholder)]
 
 
