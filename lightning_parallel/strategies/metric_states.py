@@ -154,7 +154,7 @@ def summed_over_replicas(module: torch.nn.Module, group: Any) -> Iterator[None]:
             if reduction not in (dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min, dim_zero_cat):
                 setattr(metric, state, before)
             elif isinstance(before, list) and not isinstance(value, list):
-                setattr(metric, state, [value])
+                setattr(metric, state, [value] if value.numel() else [])
     try:
         yield
     finally:
