@@ -11,7 +11,17 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_parallel.pipeline.placeholder import Placeholder, WriteLedger
 
-__all__ = ["Outline", "TensorMeta"]
+__all__ = ["Outline", "TensorMeta", "skeleton_of", "spec_of"]
+
+
+def skeleton_of(spec: TreeSpec) -> Any:
+    """A tree of that structure: what to pickle instead of the structure, which warns when it is unpickled."""
+    return tree_unflatten([0] * spec.num_leaves, spec)
+
+
+def spec_of(skeleton: Any) -> TreeSpec:
+    """The structure of a tree."""
+    return tree_flatten(skeleton)[1]
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,9 @@ class Outline:
         leaves, spec = tree_flatten(value)
         return cls(tuple(_outline_leaf(leaf) for leaf in leaves), spec)
 
+    def __reduce__(self) -> Any:
+        return _outline, (self.leaves, skeleton_of(self.spec))
+
     def stand_in(self, origin: Iterable[str], device: torch.device, ledger: WriteLedger | None = None) -> Any:
         """A value of this structure whose tensors are placeholders."""
 
@@ -51,3 +64,7 @@ def _outline_leaf(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return TensorMeta(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
     return leaf
+
+
+def _outline(leaves: tuple[Any, ...], skeleton: Any) -> Outline:
+    return Outline(leaves, spec_of(skeleton))

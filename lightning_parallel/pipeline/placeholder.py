@@ -46,9 +46,11 @@ class Placeholder(torch.Tensor):
 
         `ledger` notes the local tensors that the value is written into; without one such a write is an error.
         """
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, meta.size(), strides=meta.stride(), dtype=meta.dtype, device=device, requires_grad=requires_grad
-        )
+        # Never an inference tensor: a view of a parameter is none either, and must have the same kind of version.
+        with torch.inference_mode(False):
+            self = torch.Tensor._make_wrapper_subclass(
+                cls, meta.size(), strides=meta.stride(), dtype=meta.dtype, device=device, requires_grad=requires_grad
+            )
         self._meta = meta
         self._origin = frozenset(origin)
         self._ledger = ledger

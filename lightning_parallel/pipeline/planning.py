@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
+from lightning_parallel.pipeline.batch import map_tensors
 from lightning_parallel.pipeline.partition import partition_blocks
 from lightning_parallel.pipeline.taint import trace_step
 from lightning_parallel.pipeline.trace import CutPlan, StepTrace, plan_cut
@@ -25,6 +25,7 @@ from lightning_parallel.pipeline.trace import CutPlan, StepTrace, plan_cut
 __all__ = ["observe_step", "plan_pipeline"]
 
 Step = Callable[[nn.Module, Any], Any]
+Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
 def observe_step(
@@ -33,10 +34,10 @@ def observe_step(
     """Runs one uncut step on a copy of the model and reports what every block used.
 
     Args:
-        module: the whole, uncut model; may be on the meta device.
+        module: the whole, uncut model; may be on another device than the batch, or on the meta device.
         blocks: module paths of the blocks, in order.
-        step: called as `step(copy, batch)`.
-        batch: a micro-batch.
+        step: called as `step(copy, batch)`; it keeps the random streams as they are.
+        batch: a micro-batch, on the device where steps will run.
         shared: objects that copies refer to instead of copying, by id.
 
     Raises:
@@ -71,14 +72,17 @@ def _observe_fake(
     module: nn.Module, blocks: tuple[str, ...], step: Step, batch: Any, shared: Mapping[int, Any]
 ) -> StepTrace:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    memo: dict[int, Any] = dict(shared)
-    for parameter in module.parameters():
-        fake = mode.from_tensor(parameter.detach())
-        memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
-    for buffer in module.buffers():
-        memo[id(buffer)] = mode.from_tensor(buffer.detach())
-    clone = copy.deepcopy(module, memo)
-    fake_batch = tree_map_only(torch.Tensor, mode.from_tensor, batch)
+    device = _device_of(batch)
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        like = mode.from_tensor(tensor.detach())
+        if device is None or like.device == device:
+            return like
+        with mode:
+            return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=device)
+
+    clone = _copy(module, fake, fake, shared)
+    fake_batch = map_tensors(batch, mode.from_tensor)
     with mode:
         return trace_step(clone, blocks, _parameters(clone), lambda: step(clone, fake_batch))
 
@@ -86,9 +90,29 @@ def _observe_fake(
 def _observe_real(
     module: nn.Module, blocks: tuple[str, ...], step: Step, batch: Any, shared: Mapping[int, Any]
 ) -> StepTrace:
-    memo: dict[int, Any] = {**shared, **{id(p): p for p in module.parameters()}}
-    clone = copy.deepcopy(module, memo)
-    return trace_step(clone, blocks, _parameters(clone), lambda: step(clone, batch))
+    """On the device where the parameters are, because a device may be too small for the whole model."""
+    clone = _copy(module, torch.Tensor.detach, torch.Tensor.clone, shared)
+    device = next((p.device for p in module.parameters()), None)
+    real_batch = map_tensors(batch, lambda t: t.to(t.device if device is None else device, copy=True))
+    return trace_step(clone, blocks, _parameters(clone), lambda: step(clone, real_batch))
+
+
+def _copy(module: nn.Module, parameter: Convert, buffer: Convert, shared: Mapping[int, Any]) -> nn.Module:
+    """A deep copy whose parameters and buffers are made by two functions. No parameter object is shared."""
+    memo: dict[int, Any] = dict(shared)
+    for original in module.parameters():
+        converted = nn.Parameter(parameter(original), requires_grad=original.requires_grad)
+        converted.__dict__.update(original.__dict__)
+        memo[id(original)] = converted
+    for original_buffer in module.buffers():
+        memo[id(original_buffer)] = buffer(original_buffer.detach())
+    return copy.deepcopy(module, memo)
+
+
+def _device_of(batch: Any) -> torch.device | None:
+    devices: list[torch.device] = []
+    map_tensors(batch, lambda t: devices.append(t.device))
+    return devices[0] if devices else None
 
 
 def _parameters(module: nn.Module) -> dict[str, torch.Tensor]:

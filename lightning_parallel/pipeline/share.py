@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_parallel import comm
 from lightning_parallel.mesh import Mesh
+from lightning_parallel.pipeline.outline import skeleton_of, spec_of
 
 __all__ = ["TreeBroadcast"]
 
@@ -36,7 +37,7 @@ class TreeBroadcast:
         Tensors arrive on the mesh's device, without a graph.
 
         Raises:
-            TypeError: the value holds something that cannot be pickled.
+            TypeError: the value holds something that cannot be pickled; on every stage.
         """
         if self.mesh.pipeline is None:
             return value
@@ -55,7 +56,7 @@ class TreeBroadcast:
             if tensor is not None:
                 tensors.append(tensor)
         carried = [k for k in kinds if k[0] != "object"]
-        payload = pickle.dumps((kinds, spec))
+        payload = self._pickled((kinds, skeleton_of(spec)))
         known = payload in self._numbers
         number = self._numbers.setdefault(payload, len(self._numbers))
         comm.broadcast_(torch.tensor([number, 0 if known else len(payload)]), self.source, self.mesh.control)
@@ -65,6 +66,17 @@ class TreeBroadcast:
             parts = [t.flatten() for k, t in zip(carried, tensors, strict=True) if _message(k) == (on_host, dtype)]
             comm.broadcast_(torch.cat(parts), self.source, self._group(on_host))
         self._forget_if_full()
+
+    def _pickled(self, structure: Any) -> bytes:
+        """The structure as bytes; if that fails, the other stages are told instead of left waiting."""
+        try:
+            return pickle.dumps(structure)
+        except Exception as error:
+            text = f"what the step returned or logged cannot be sent to the other pipeline stages: {error}"
+            encoded = text.encode()
+            comm.broadcast_(torch.tensor([-1, len(encoded)]), self.source, self.mesh.control)
+            comm.broadcast_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8), self.source, self.mesh.control)
+            raise TypeError(text) from error
 
     def _group(self, on_host: bool) -> comm.ProcessGroup | None:
         return self.mesh.control if on_host else self.mesh.pipeline
@@ -85,8 +97,11 @@ class TreeBroadcast:
         if length:
             buffer = torch.empty(length, dtype=torch.uint8)
             comm.broadcast_(buffer, self.source, self.mesh.control)
-            self._structures[number] = buffer.numpy().tobytes()
-        kinds, spec = pickle.loads(self._structures[number])
+            received = buffer.numpy().tobytes()
+            if number < 0:
+                raise TypeError(received.decode())
+            self._structures[number] = received
+        kinds, skeleton = pickle.loads(self._structures[number])
         flats: dict[tuple[bool, torch.dtype], torch.Tensor] = {}
         for message in _messages(kinds):
             on_host, dtype = message
@@ -94,7 +109,7 @@ class TreeBroadcast:
             flats[message] = torch.empty(count, dtype=dtype, device="cpu" if on_host else self.mesh.device)
             comm.broadcast_(flats[message], self.source, self._group(on_host))
         self._forget_if_full()
-        return tree_unflatten(_decode(kinds, flats), spec)
+        return tree_unflatten(_decode(kinds, flats), spec_of(skeleton))
 
     def _forget_if_full(self) -> None:
         """Both sides forget at the same message, so that the numbers keep meaning the same."""

@@ -161,6 +161,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
         def step(clone: nn.Module, micro_batch: Any) -> Any:
             clone.trainer = trainer  # type: ignore[assignment]
             clone.train(step_name == "training_step")
+            _compat.set_module_device(clone, next((p.device for p in clone.parameters()), self.root_device))
             with self._random_state_kept(), self.precision_plugin.forward_context():
                 method = getattr(clone, step_name)
                 arguments = _compat.step_arguments(method, micro_batch)
