@@ -1,4 +1,4 @@
-"""The training loop of every rank of a layout against one plain process: hooks, counters, limits, gradients, weights."""
+"""The training loop of every rank of a layout against one plain process: hooks, counters, limits and gradients."""
 
 from __future__ import annotations
 
