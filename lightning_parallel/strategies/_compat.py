@@ -28,13 +28,13 @@ from torchmetrics import Metric
 from lightning_parallel.strategies.checkpoint_file import WholeFileIO
 
 __all__ = [
-    "ends_dataloader",
     "example_training_batch",
     "forget_training_data",
     "is_resuming",
     "logged_to",
     "note_log",
     "note_sigterm",
+    "result_owner",
     "run_without_logging",
     "running_sums",
     "set_checkpoint_io",
@@ -47,7 +47,7 @@ __all__ = [
 
 
 # ------------------------------------------------------------------------------------------------ logging
-def _result_owner(trainer: Trainer) -> Any:
+def result_owner(trainer: Trainer) -> Any:
     """The loop whose result collection `self.log` writes to at this moment."""
     if trainer.training:
         return trainer.fit_loop.epoch_loop
@@ -63,7 +63,7 @@ def _result_owner(trainer: Trainer) -> Any:
 @contextmanager
 def logged_to(trainer: Trainer, recorder: Any) -> Iterator[Any]:
     """Sends `self.log` calls to `recorder` instead of the result collection, which is yielded (None in predict)."""
-    owner = _result_owner(trainer)
+    owner = result_owner(trainer)
     if owner is None:
         yield None
         return
@@ -73,16 +73,6 @@ def logged_to(trainer: Trainer, recorder: Any) -> Iterator[Any]:
         yield collection
     finally:
         owner._results = collection
-
-
-def ends_dataloader(trainer: Trainer, batch_idx: int, dataloader_idx: int) -> bool | None:
-    """Whether an evaluation step is the last of its dataloader; None if that cannot be told."""
-    owner = _result_owner(trainer)
-    limits = owner.max_batches
-    limit = limits[dataloader_idx] if isinstance(limits, list) else limits
-    if batch_idx + 1 >= limit or bool(owner.batch_progress.is_last_batch):
-        return True
-    return False if limit != float("inf") or owner.num_dataloaders == 1 else None
 
 
 def running_sums(collection: Any, fx: str, also_on_step: bool) -> dict[str, tuple[str, float, float]]:
@@ -278,15 +268,6 @@ def step_arguments(method: Callable[..., Any], batch: Any) -> tuple[Any, ...]:
     if is_param_in_hook_signature(method, "batch_idx", min_args=2):
         return (batch, 0)
     return (batch,)
-
-
-def evaluation_position(trainer: Trainer, args: tuple[Any, ...]) -> tuple[int, int, Any]:
-    """(batch index, dataloader index, dataloader) of the running evaluation step."""
-    owner = _result_owner(trainer)
-    loader_idx = args[2] if len(args) > 2 else 0
-    batch_idx = args[1] if len(args) > 1 else owner.batch_progress.current.ready - 1
-    loaders = owner._combined_loader.flattened
-    return batch_idx, loader_idx, loaders[loader_idx] if loader_idx < len(loaders) else None
 
 
 # ------------------------------------------------------------------------------------------------ hooks and callbacks

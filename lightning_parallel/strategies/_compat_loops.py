@@ -7,8 +7,11 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops import _EvaluationLoop, _FitLoop
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-__all__ = ["agree_to_stop", "before_transfer", "has_training_data"]
+from lightning_parallel.strategies._compat import result_owner
+
+__all__ = ["agree_to_stop", "before_transfer", "ends_dataloader", "evaluation_position", "has_training_data"]
 
 
 def before_transfer(trainer: Trainer, batch: Any) -> Any:
@@ -19,6 +22,46 @@ def before_transfer(trainer: Trainer, batch: Any) -> Any:
 def has_training_data(trainer: Trainer) -> bool:
     """Whether the run will train at all."""
     return trainer.limit_train_batches != 0
+
+
+# ------------------------------------------------------------------------------------------------ where a loop stands
+def evaluation_position(trainer: Trainer, name: str, args: tuple[Any, ...]) -> tuple[int, int, Any]:
+    """Where the running validation, test or prediction step stands.
+
+    Args:
+        trainer: the trainer.
+        name: of the step.
+        args: what the loop passes to the step: the batch, the batch index if the step takes one, and the dataloader
+            index if there are several.
+
+    Returns:
+        (batch index, dataloader index, dataloader).
+    """
+    owner: Any = trainer.predict_loop if name == "predict_step" else result_owner(trainer)
+    loaders = owner._combined_loader.flattened
+    takes_batch_idx = is_param_in_hook_signature(getattr(trainer.lightning_module, name), "batch_idx", min_args=2)
+    numbers = args[1:]
+    if takes_batch_idx and numbers:
+        batch_idx, loader_idx, *_ = (*numbers, 0)
+    else:
+        loader_idx = numbers[0] if numbers and isinstance(numbers[0], int) else 0
+        before = _limits(owner)[:loader_idx]
+        batch_idx = owner.batch_progress.current.ready - 1 - sum(before)
+    return batch_idx, loader_idx, loaders[loader_idx] if loader_idx < len(loaders) else None
+
+
+def ends_dataloader(trainer: Trainer, batch_idx: int, dataloader_idx: int) -> bool | None:
+    """Whether an evaluation step is the last of its dataloader; None if that cannot be told."""
+    owner = result_owner(trainer)
+    limit = _limits(owner)[dataloader_idx]
+    if batch_idx + 1 >= limit or bool(owner.batch_progress.is_last_batch):
+        return True
+    return False if limit != float("inf") or owner.num_dataloaders == 1 else None
+
+
+def _limits(owner: Any) -> list[Any]:
+    limits = owner.max_batches
+    return limits if isinstance(limits, list) else [limits] * owner.num_dataloaders
 
 
 # ------------------------------------------------------------------------------------------------ should_stop

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -28,6 +28,7 @@ from lightning_parallel.strategies._compat_loops import agree_to_stop
 from lightning_parallel.strategies.config import SizeOrAuto, check_flag
 from lightning_parallel.strategies.failures import FailureWatch
 from lightning_parallel.strategies.partition import Partition, materialize
+from lightning_parallel.strategies.predictions import PredictionGatherer
 from lightning_parallel.strategies.refusals import note_surroundings, refuse_data, refuse_objects, refuse_options
 from lightning_parallel.strategies.samples import SampleCounter
 from lightning_parallel.strategies.span import ModelSpan
@@ -71,6 +72,7 @@ class PartitionedStrategy(DDPStrategy):
         self._span: ModelSpan | None = None
         self._training_samples = SampleCounter(1, 0)
         self._evaluation_samples = SampleCounter(1, 0)
+        self._predictions = PredictionGatherer()
         self._seed = 0
         self._epoch = -1
         self._failed = False
@@ -203,6 +205,28 @@ class PartitionedStrategy(DDPStrategy):
         """A new pass over the test data begins."""
         self._evaluation_samples.start()
 
+    def on_predict_start(self) -> None:
+        """A new pass over the prediction data begins."""
+        self._predictions.start()
+
+    def gather_predictions(self, predictions: Sequence[Any] | None) -> list[Any]:
+        """What `Trainer.predict` returns in one process, on every rank. Collective over the replicas.
+
+        To be called on every rank after `Trainer.predict`. Sample i of the data is predicted by replica i modulo the
+        number of replicas; tensors and lists with one entry per sample are put in the order of the data again.
+
+        Args:
+            predictions: what `Trainer.predict` returned on this rank: one entry per batch, or a list per dataloader.
+
+        Returns:
+            The same structure with the batches of all replicas, on the CPU.
+
+        Raises:
+            ValueError: there are no predictions, or the replicas did not share out the samples among them (own
+                samplers, iterable datasets).
+        """
+        return self._predictions.gather(predictions, self.mesh)
+
     # -------------------------------------------------------------- reductions
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduces over the replicas unless a group is given: what every rank of a replica holds counts once.
@@ -224,10 +248,13 @@ class PartitionedStrategy(DDPStrategy):
         return bool(vote)
 
     def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:
-        """Stacks the tensors of every replica, in order, unless a group is given."""
-        if group is None and self.mesh.data is None:
-            return tensor.unsqueeze(0)
-        return super().all_gather(tensor, self.mesh.data if group is None else group, sync_grads)
+        """Stacks the tensors of every replica, in order, unless a group other than the world is given.
+
+        As everywhere in Lightning, a single one is returned without an additional dimension.
+        """
+        if group is not None and group is not self.mesh.world:
+            return super().all_gather(tensor, group, sync_grads)
+        return tensor if self.mesh.data is None else super().all_gather(tensor, self.mesh.data, sync_grads)
 
     # -------------------------------------------------------------- checkpoints
     @property

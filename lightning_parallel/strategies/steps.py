@@ -22,6 +22,7 @@ from lightning_parallel.pipeline.schedules import build_schedule, forward_only_s
 from lightning_parallel.pipeline.share import TreeBroadcast
 from lightning_parallel.random_streams import StepRandom
 from lightning_parallel.strategies import _compat
+from lightning_parallel.strategies._compat_loops import ends_dataloader
 from lightning_parallel.strategies.logs import LogCall, LogRecorder, combine_calls
 from lightning_parallel.strategies.precision import loss_scale
 from lightning_parallel.strategies.step_state import StepState
@@ -267,7 +268,7 @@ class StepRunner:
         Once per epoch and by name, so that replicas may have different numbers of batches and different keys.
         """
         fx, batch_idx, dataloader_idx = where
-        if not _compat.ends_dataloader(self.trainer, batch_idx, dataloader_idx):
+        if not ends_dataloader(self.trainer, batch_idx, dataloader_idx):
             return
         mine = _compat.running_sums(collection, fx, also_on_step=not lockstep)
         sums: dict[str, tuple[float, float]] = {}

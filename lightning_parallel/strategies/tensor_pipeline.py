@@ -18,7 +18,7 @@ from lightning_parallel.pipeline.batch import split_batch
 from lightning_parallel.pipeline.runtime import PipelineRuntime
 from lightning_parallel.random_streams import StepRandom
 from lightning_parallel.strategies import _compat, metric_states
-from lightning_parallel.strategies._compat_loops import before_transfer, has_training_data
+from lightning_parallel.strategies._compat_loops import before_transfer, evaluation_position, has_training_data
 from lightning_parallel.strategies.base import PartitionedStrategy
 from lightning_parallel.strategies.config import (
     LossConfig,
@@ -319,7 +319,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
     def _evaluate(self, name: str, context: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self._module()
         runner = self._ready(name, args[0])
-        batch_idx, loader_idx, loader = _compat.evaluation_position(self._trainer(), args)
+        batch_idx, loader_idx, loader = evaluation_position(self._trainer(), name, args)
         self._watch.evaluation_step(loader_idx, batch_idx)
         batch, counts = self._evaluation_samples.keep_real(args[0], loader, loader_idx)
 
@@ -333,9 +333,10 @@ class TensorPipelineStrategy(PartitionedStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the user's prediction step; every rank of a replica returns the result."""
         module = self._module()
-        batch_idx, loader_idx, *_ = (*args[1:], 0, 0)
+        batch_idx, loader_idx, loader = evaluation_position(self._trainer(), "predict_step", args)
         self._watch.evaluation_step(loader_idx, batch_idx)
         runner = self._ready("predict_step", args[0])
+        self._predictions.note(args[0], loader, loader_idx, self.layout.data)
 
         def call(part: Any) -> Any:
             with self.precision_plugin.predict_step_context():
