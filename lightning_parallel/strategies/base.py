@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from lightning_parallel import comm
 from lightning_parallel.checkpoint.optimizer_states import (
@@ -170,7 +170,7 @@ class PartitionedStrategy(DDPStrategy):
         self._watch.training_step()
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Keeps the order that a plain run would have: a loader that does not shuffle is not shuffled here either."""
+        """Keeps the order that a plain run would have: nothing is shuffled but what the user's loader shuffles."""
         trainer = self._trainer()
         if not isinstance(dataloader, DataLoader):
             return dataloader
@@ -179,7 +179,7 @@ class PartitionedStrategy(DDPStrategy):
         if original is not None and sampler is not original.sampler and not trainer.predicting:
             if self.layout.data == 1 and not isinstance(original.sampler, RandomSampler):
                 dataloader = original
-            elif isinstance(sampler, DistributedSampler) and isinstance(original.sampler, SequentialSampler):
+            elif isinstance(sampler, DistributedSampler) and not isinstance(original.sampler, RandomSampler):
                 sampler.shuffle = False
         if trainer.training:
             refuse_data(dataloader, self.layout.data)
