@@ -35,9 +35,11 @@ def best_and_last(site: Site, folder: Path) -> Any:
     best = weights(model)
     seen.append(trainer.test(model, datamodule=data, ckpt_path=save.best_model_path, verbose=False))
     trainer.save_checkpoint(folder / "after-validation.ckpt")  # best weights, with the optimizer of the fit
-    trainer.fit_loop.max_epochs = 4
-    trainer.fit(model, datamodule=data, ckpt_path=folder / "kept" / "last.ckpt")
-    return seen, trained, best, weights(model), trainer.global_step, Path(save.best_model_path).name
+    again = ModelCheckpoint(folder / "kept", "{epoch}", monitor="val_loss", mode="max")
+    second = site.trainer(max_epochs=4, callbacks=[again], enable_checkpointing=True)
+    second.fit(model, datamodule=data, ckpt_path=folder / "kept" / "last.ckpt")
+    names = [Path(callback.best_model_path).name for callback in (save, again)]
+    return seen, trained, best, weights(model), second.global_step, names
 
 
 @pytest.mark.parametrize("layout", [*PAIRS, (1, 2, 2)], ids=str)
