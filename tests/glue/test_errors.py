@@ -256,7 +256,7 @@ TENSOR: dict[str, Case] = {
     "heads": (
         (GPT, {"heads": 3, "width": 12}),
         {"plan": "auto"},
-        "layers.0.qkv (colwise_qkv): attention head count 3 cannot be split evenly over tensor_parallel_size=2; "
+        "layers.0.attn.qkv (colwise_qkv): attention head count 3 cannot be split evenly over tensor_parallel_size=2; "
         "use 1 or 3",
     ),
     "hidden": (
