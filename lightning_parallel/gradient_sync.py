@@ -7,7 +7,7 @@ ranks; parameters owned by several stages (tied embeddings).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ class GradientCompleter:
             comm.all_reduce_(total, group)
             return total
 
-        handles = [p.register_hook(sum_whole) for p in self.partial if p.requires_grad]
+        handles = [_hook(p, sum_whole) for p in self.partial]
         for p, spec in self.replicated:
 
             def sum_ranges(gradient: torch.Tensor, spec: ShardSpec = spec) -> torch.Tensor:
@@ -111,9 +111,17 @@ class GradientCompleter:
                 sum_over_holders(total, spec, rank, group)
                 return total
 
-            if p.requires_grad:
-                handles.append(p.register_hook(sum_ranges))
+            handles.append(_hook(p, sum_ranges))
         return handles
+
+
+def _hook(parameter: torch.nn.Parameter, work: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Registers a hook on the gradient, also if the parameter is frozen at this moment."""
+    trainable = parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle = parameter.register_hook(work)
+    parameter.requires_grad_(trainable)
+    return handle
 
 
 def _sum_present(parameters: Sequence[torch.nn.Parameter], group: ProcessGroup) -> None:

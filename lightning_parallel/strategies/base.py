@@ -333,8 +333,8 @@ class PartitionedStrategy(DDPStrategy):
         Raises:
             SIGTERMException: a rank received SIGTERM when no step was left to stop at.
         """
-        if self._runner is not None and self._runner.reducer is not None:
-            self._runner.reducer.close()
+        if self._runner is not None:
+            self._runner.close()
         if self._is_split and not self._failed:
             metric_states.release_metrics(self._split_module().module, self.mesh.data)
             self._split_module().restore(self.restore_weights)

@@ -94,6 +94,7 @@ class StepRunner:
         self.random: StepRandom | None = None
         self.reducer: GradientReducer | None = None
         self.completer: GradientCompleter | None = None
+        self.hooks: list[Any] = []
         self.accumulating = False
         self.manual_share: torch.Tensor | None = None
         self._combine = ReplicaCombiner(mesh)
@@ -132,6 +133,14 @@ class StepRunner:
             self.reducer.finish()
         if self.completer is not None:
             self.completer.complete()
+
+    def close(self) -> None:
+        """Removes every hook from the parameters, which are the user's again."""
+        if self.reducer is not None:
+            self.reducer.close()
+        for handle in self.hooks:
+            handle.remove()
+        self.hooks = []
 
     # -------------------------------------------------------------- training
     def train_direct(self, call: Callable[[Any], Any], batch: Any, counts: bool, number: tuple[int, ...]) -> Any:

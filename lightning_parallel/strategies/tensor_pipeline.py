@@ -213,7 +213,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
             if module.automatic_optimization:
                 runner.completer = completer
             else:
-                completer.hook_every_backward()
+                runner.hooks = completer.hook_every_backward()
         return runner
 
     def _ready(self, step_name: str, batch: Any) -> StepRunner:

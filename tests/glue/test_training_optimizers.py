@@ -209,15 +209,14 @@ class Players(LightningModule):
         assert not any(p.requires_grad for p in self.judge.parameters())
         first.step()
         self.untoggle_optimizer(first)
-        self.toggle_optimizer(second)
-        made = self.judge(self.maker(batch["x"]).detach())
-        judged = F.softplus(made).mean() + F.softplus(-self.judge(batch["x"])).mean()
-        self.manual_backward(judged / 2)
-        if batch_idx % 2 == 1:
-            self.clip_gradients(second, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
-            second.step()
-            second.zero_grad()
-        self.untoggle_optimizer(second)
+        with second.toggle_model(sync_grad=batch_idx % 2 == 1):
+            made = self.judge(self.maker(batch["x"]).detach())
+            judged = F.softplus(made).mean() + F.softplus(-self.judge(batch["x"])).mean()
+            self.manual_backward(judged / 2)
+            if batch_idx % 2 == 1:
+                self.clip_gradients(second, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
+                second.step()
+                second.zero_grad()
         self.log_dict({"fooled": fooled, "judged": judged})
         schedule: Any = self.lr_schedulers()
         schedule.step()
@@ -242,6 +241,34 @@ def test_manual_optimization_with_two_optimizers(ranks: Ranks, layout: Layout) -
     plan = {"*.fc": "colwise", "*.out": "rowwise"}
     check(ranks, adversaries, layout, plan=plan)
     check(ranks, uneven_adversaries, layout, plan=plan)
+
+
+class Windows(GPT):
+    """Steps by hand after every second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss / 2)
+        if batch_idx % 2 == 1:
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
+def windows_twice(site: Site) -> Any:
+    """The second run starts from the module that the first one gave back."""
+    module = Windows()
+    return [fit(site, module), fit(site, module)]
+
+
+def test_manual_optimization_with_gradients_that_tensor_ranks_share(ranks: Ranks) -> None:
+    check(ranks, windows_twice, (2, 1, 1), plan="auto", sequence_parallel=True)
 
 
 def refused(rank: int, world_size: int, strategy: dict[str, Any]) -> str:
