@@ -168,7 +168,7 @@ def _spoken(sources: str, blocks: tuple[str, ...]) -> str:
     'layers.1, head.weight'
     """
     parts = (source.partition(":") for source in sources.split(", "))
-    return ", ".join(blocks[int(name)] if kind == "block" else name for kind, _, name in parts)
+    return ", ".join(name if kind == "parameter" else blocks[int(name)] for kind, _, name in parts)
 
 
 def _read_problems(trace: StepTrace, plan: CutPlan) -> list[str]:
