@@ -132,7 +132,6 @@ READS: dict[str, Function] = {
     "bincount": lambda x: x[0].long().bincount(),
     "fill value": lambda x: torch.full((2,), x[0, 0]),  # type: ignore[call-overload]
     "range": lambda x: torch.arange(x[0, 0]),  # type: ignore[call-overload]
-    "one hot": lambda x: F.one_hot(x.long(), 4),
     "one hot without classes": lambda x: F.one_hot(x.long()),
 }
 
