@@ -46,7 +46,9 @@ def refuse_options(options: Mapping[str, Any], owner: type, known: Iterable[str]
         known: the strategy's own options.
     """
     allowed = set(inspect.signature(DDPStrategy.__init__).parameters) - {"self", "kwargs", *_WRAPPER_OPTIONS}
-    unknown = next((name for name in options if name not in allowed), None)
+    # LightningCLI hands over the defaults of every option that a parent class has.
+    given = [name for name, value in options.items() if not (name in _WRAPPER_OPTIONS and value is None)]
+    unknown = next((name for name in given if name not in allowed), None)
     if unknown is not None:
         close = difflib.get_close_matches(unknown, sorted({*known, *allowed}), 1)
         hint = f"did you mean {close[0]}?" if close else "no module is wrapped, so leave out options for a wrapper"

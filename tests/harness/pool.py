@@ -80,7 +80,7 @@ class Worker:
         """Python stacks of every thread of the process, as far as it is alive."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR2)
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + 8
         text, previous = "", None
         while time.monotonic() < deadline and (not text or text != previous):
             time.sleep(0.1)

@@ -26,7 +26,7 @@ class Finished:
 def worker_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of test processes: this checkout importable, one thread, gloo on the loopback device, no GPU."""
     return {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if not name.startswith("PL_")},  # seeds of other tests
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
