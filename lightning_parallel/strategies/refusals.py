@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_parallel.layout import ParallelLayout
@@ -46,8 +47,10 @@ def refuse_options(options: Mapping[str, Any], owner: type, known: Iterable[str]
         known: the strategy's own options.
     """
     allowed = set(inspect.signature(DDPStrategy.__init__).parameters) - {"self", "kwargs", *_WRAPPER_OPTIONS}
-    # LightningCLI hands over the defaults of every option that a parent class has.
-    given = [name for name, value in options.items() if not (name in _WRAPPER_OPTIONS and value is None)]
+    # LightningCLI hands over the defaults of every option that a parent class or its wrapper has.
+    wrapper = inspect.signature(DistributedDataParallel.__init__).parameters
+    defaults = {**{name: p.default for name, p in wrapper.items()}, **dict.fromkeys(_WRAPPER_OPTIONS)}
+    given = [name for name, value in options.items() if name not in defaults or value != defaults[name]]
     unknown = next((name for name in given if name not in allowed), None)
     if unknown is not None:
         close = difflib.get_close_matches(unknown, sorted({*known, *allowed}), 1)
