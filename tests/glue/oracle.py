@@ -7,6 +7,8 @@ returns plain values (numbers, tensors, strings, lists, dicts) that must not dep
 from __future__ import annotations
 
 import math
+import os
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -160,8 +162,14 @@ def observe(rank: int, world_size: int, scenario: Scenario, layout: Layout, opti
 
 @cache
 def reference(scenario: Scenario) -> Any:
-    """What the scenario observes in one plain process."""
-    return scenario(Site())
+    """What the scenario observes in one plain process, in a folder of its own as workers have."""
+    before = os.getcwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            return scenario(Site())
+        finally:
+            os.chdir(before)
 
 
 def check(
