@@ -155,6 +155,11 @@ class GradientReducer:
     def _move_into_bucket(bucket: _Bucket, place: int) -> None:
         parameter, view = bucket.parameters[place], bucket.views[place]
         gradient = parameter.grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise ValueError(
+                f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, which is not reduced over "
+                "replicas; use sparse=False for embeddings"
+            )
         if gradient is not None and gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
             parameter.grad = view

@@ -80,11 +80,10 @@ class GradientCompleter:
         """Sums the accumulated gradients; once per optimizer step, after the last backward pass."""
         if self.mesh.tensor is not None:
             _sum_present(self.partial, self.mesh.tensor)
-            for p, spec in self.replicated:
-                if p.requires_grad:
-                    gradient = torch.zeros_like(p) if p.grad is None else p.grad
-                    sum_over_holders(gradient, spec, self.mesh.tensor_rank, self.mesh.tensor)
-                    p.grad = gradient
+            for p, spec in _present_somewhere(self.replicated, self.mesh.tensor):
+                gradient = torch.zeros_like(p) if p.grad is None else p.grad
+                sum_over_holders(gradient, spec, self.mesh.tensor_rank, self.mesh.tensor)
+                p.grad = gradient
         for stages in sorted(self.shared):
             _sum_present(self.shared[stages], self.mesh.stage_pairs[stages])
 
@@ -122,6 +121,23 @@ def _hook(parameter: torch.nn.Parameter, work: Callable[[torch.Tensor], torch.Te
     handle = parameter.register_hook(work)
     parameter.requires_grad_(trainable)
     return handle
+
+
+def _present_somewhere(
+    held: Sequence[tuple[torch.nn.Parameter, ShardSpec]], group: ProcessGroup
+) -> list[tuple[torch.nn.Parameter, ShardSpec]]:
+    """Those that have a gradient on some rank; the others must keep None. Collective over the group.
+
+    Ranks that have every gradient need not look at the answer, which would wait for the device.
+    """
+    trainable = [(p, spec) for p, spec in held if p.requires_grad]
+    if not trainable:
+        return []
+    complete = all(p.grad is not None for p, _ in trainable)
+    present = torch.tensor([float(p.grad is not None) for p, _ in trainable], device=trainable[0][0].device)
+    comm.all_reduce_(present, group)
+    counts = [1.0] * len(trainable) if complete else present.tolist()
+    return [entry for entry, count in zip(trainable, counts, strict=True) if count > 0]
 
 
 def _sum_present(parameters: Sequence[torch.nn.Parameter], group: ProcessGroup) -> None:

@@ -40,17 +40,43 @@ def metrics_of(module: torch.nn.Module) -> dict[str, Metric]:
     return {name: child for name, child in module.named_modules() if isinstance(child, Metric)}
 
 
-def metric_snapshot(module: torch.nn.Module) -> dict[str, tuple[int, dict[str, int]]]:
-    """Update counts and lengths of list states, to tell later what an evaluation step added."""
+Marks = dict[str, tuple[int, dict[str, tuple[Any, int]]]]
+"""Metric -> (number of updates, state -> (the tensor and its version, or the last entry of a list and its length))."""
+
+
+def metric_snapshot(module: torch.nn.Module) -> Marks:
+    """What tells later whether a step updated or reset a metric, and what it added to lists."""
     return {
-        name: (m._update_count, {s: len(getattr(m, s)) for s in m._defaults if isinstance(getattr(m, s), list)})
-        for name, m in metrics_of(module).items()
+        name: (metric._update_count, {state: _mark(getattr(metric, state)) for state in metric._defaults})
+        for name, metric in metrics_of(module).items()
     }
 
 
-def metric_delta(
-    module: torch.nn.Module, before: dict[str, tuple[int, dict[str, int]]], also: Collection[str] = ()
-) -> dict[str, Any]:
+def _mark(value: Any) -> tuple[Any, int]:
+    if isinstance(value, list):
+        return (value[-1] if value else None, len(value))
+    return (value, 0 if value.is_inference() else value._version)
+
+
+def _is_marked(value: Any, mark: tuple[Any, int]) -> bool:
+    entry, number = _mark(value)
+    return entry is mark[0] and number == mark[1]
+
+
+def _kept(value: list[Any], mark: tuple[Any, int]) -> int:
+    """How many entries of a list were there before; none if it was reset in between.
+
+    Some metrics replace their entries by copies in `forward`. Copies are compared where that costs no wait.
+    """
+    last, length = mark
+    if not 0 < length <= len(value):
+        return 0
+    now = value[length - 1]
+    alike = now is last or (now.shape == last.shape and now.dtype == last.dtype)
+    return length if alike and (now is last or now.device.type != "cpu" or torch.equal(now, last)) else 0
+
+
+def metric_delta(module: torch.nn.Module, before: Marks, also: Collection[str] = ()) -> dict[str, Any]:
     """What changed in the module's metrics since a snapshot: whole tensors, and only the new entries of lists.
 
     Args:
@@ -61,14 +87,15 @@ def metric_delta(
     _link_groups(module)
     delta: dict[str, Any] = {}
     for name, metric in metrics_of(module).items():
-        count, lengths = before.get(name, (0, {}))
-        if metric._update_count == count and name not in also:
+        count, marks = before.get(name, (0, {}))
+        same = count == metric._update_count and all(_is_marked(getattr(metric, s), m) for s, m in marks.items())
+        if same and name not in also:
             continue
         states = {}
         for state in metric._defaults:
             value = getattr(metric, state)
             if isinstance(value, list):
-                kept = lengths.get(state, 0) if len(value) >= lengths.get(state, 0) else 0
+                kept = _kept(value, marks.get(state, (None, 0)))
                 states[state] = {"keep": kept, "new": [v.detach() for v in value[kept:]]}
             else:
                 states[state] = value.detach()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -108,10 +109,10 @@ class ReplicaCombiner:
         key_hash = float(zlib.crc32(repr([(c.fx, c.name, c.reduction) for c in scalars]).encode()) % _HASH_RANGE)
         message[-2], message[-1] = key_hash, key_hash**2
         comm.all_reduce_(message, self.mesh.data)
-        extremes = self._extremes(scalars)
-        self._check_keys(message, scalars)
+        self._check_keys(message, scalars)  # first: replicas with other keys may need no second message
+        extremes = self._extremes(scalars, weight)
         total = message[1]
-        combined = iter([self._read(message[3 * s : 3 * s + 3], c, extremes) for s, c in enumerate(scalars, start=1)])
+        combined = iter([self._read(message[3 * s : 3 * s + 3], c, extremes.get(s)) for s, c in enumerate(scalars, 1)])
         merged = [next(combined) if c.value is not None else c for c in calls]
         return None if loss is None else message[0] / total, total, merged
 
@@ -126,27 +127,24 @@ class ReplicaCombiner:
             slot[0] = _product(value, (weight > 0).to(slot))
         slot[2] = torch.where(weight > 0, float(call.size), 0.0)
 
-    def _extremes(self, calls: Sequence[LogCall]) -> dict[str, torch.Tensor]:
-        """Largest and smallest over replicas, where a value asks for it (a second message, but only then)."""
-        found: dict[str, torch.Tensor] = {}
-        for name in ("max", "min"):
-            values = [c.value for c in calls if c.reduction == name and c.value is not None]
+    def _extremes(self, calls: Sequence[LogCall], weight: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Largest and smallest over replicas by slot, where a value asks for it (a second message, but only then)."""
+        found: dict[int, torch.Tensor] = {}
+        operations: tuple[tuple[Literal["max", "min"], float], ...] = (("max", -math.inf), ("min", math.inf))
+        for name, nothing in operations:
+            chosen = {slot: c.value for slot, c in enumerate(calls, start=1) if c.reduction == name}
+            values = [v.detach().to(self.mesh.device, torch.float64) for v in chosen.values() if v is not None]
             if values:
-                stacked = torch.stack([v.detach().to(self.mesh.device, torch.float64) for v in values])
-                comm.all_reduce_(stacked, self.mesh.data, op="max" if name == "max" else "min")
-                keys = [f"{c.fx}.{c.name}" for c in calls if c.reduction == name]
-                found |= dict(zip(keys, stacked.unbind(), strict=True))
+                stacked = torch.where(weight > 0, torch.stack(values), nothing)
+                comm.all_reduce_(stacked, self.mesh.data, op=name)
+                found |= dict(zip(chosen, stacked.unbind(), strict=True))
         return found
 
     @staticmethod
-    def _read(slot: torch.Tensor, call: LogCall, extremes: dict[str, torch.Tensor]) -> LogCall:
+    def _read(slot: torch.Tensor, call: LogCall, extreme: torch.Tensor | None) -> LogCall:
         assert call.value is not None, "only scalars are combined"
-        if call.reduction == "mean":
-            value = slot[0] / slot[1]
-        elif call.reduction == "sum":
-            value = slot[0]
-        else:
-            value = extremes[f"{call.fx}.{call.name}"]
+        value = slot[0] / slot[1] if call.reduction == "mean" else slot[0]
+        value = value if extreme is None else extreme
         dtype = call.value.dtype if call.value.is_floating_point() else torch.get_default_dtype()
         size: Any = slot[2].round().to(torch.int64)
         return LogCall(call.fx, call.name, value.to(dtype), call.weight, size, call.options)
