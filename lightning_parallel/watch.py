@@ -134,6 +134,7 @@ class Watcher:
         self._position, self._stepped_at, self._step_took = _BEFORE_ALL, time.monotonic(), 0.0
         self._deadline: tuple[float, int, str] | None = None
         self._has_stopped = self._settled = self._together = self._hub_left = self._closing = False
+        self._asks = self._over = False
         self._channel.send(kind="hello", rank=rank, token=token)
         self._thread = threading.Thread(target=self._listen, name=f"watch-{rank}", daemon=True)
         self._thread.start()
@@ -162,7 +163,22 @@ class Watcher:
 
     def ask_to_stop(self) -> None:
         """Asks every rank to stop at its next step; may be called from a signal handler."""
+        self._asks = True
         self._wake(signal.SIGTERM)
+
+    def finish(self, limit: float) -> bool:
+        """This rank's run is over. Waits for the other ranks, up to `limit` seconds.
+
+        Returns:
+            Whether some rank was asked to stop before its run was over; the same on every rank, if all came in time.
+        """
+        if self._asks:  # the thread may not have woken up yet
+            self._channel.send(kind="terminate", rank=self.rank)
+        self._channel.send(kind="done")
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or self._hub_left, limit)
+            self._deadline = None if self._failure is None else self._deadline
+            return self._asks or self._asked_by is not None
 
     @property
     def wakeup_fd(self) -> int:
@@ -278,6 +294,8 @@ class Watcher:
             self._set_deadline(patience, TERMINATED, text)
         elif kind == "decision":
             self._decision = tuple(message["position"])
+        elif kind == "over":
+            self._over = True
         elif kind == "settled":
             self._settled, self._together = True, message["together"]
         elif kind == "bye":

@@ -17,6 +17,7 @@ Message = dict[str, Any]
 
 END = (2**62,)
 """The position of a rank that has left: behind every other."""
+_LAST = ("done", "failed", "stopped", "bye", "lost")  # a rank that said this begins no further step
 _DRAIN = 0.5  # seconds
 _LONGEST = 2**16  # bytes of one message
 
@@ -177,6 +178,7 @@ class _Books:
         self._asked: Message | None = None
         self._standing: dict[int, tuple[int, ...]] = {}  # answers to the question where everybody stands
         self._stopped: dict[int, tuple[tuple[int, ...], bool]] = {}  # rank -> (position, whether nothing was broken)
+        self._finished: set[int] = set()
 
     def greeting(self) -> list[Message]:
         """What a rank that comes late has missed."""
@@ -196,10 +198,17 @@ class _Books:
             if self._failure is None:
                 self._failure = {"kind": "failed", "text": message.get("text", lost), "not_to": rank}
                 news.append(self._failure)
-        if kind in ("failed", "stopped", "bye", "lost"):
+        if kind in _LAST:
             news += self._stand(rank, END)
+            news += self._finish(rank)
+        if kind in _LAST and kind != "done":
             news += self._stop(rank, tuple(message.get("position", END)), bool(message.get("clean")))
         return news
+
+    def _finish(self, rank: int) -> list[Message]:
+        known = len(self._finished)
+        self._finished.add(rank)
+        return [{"kind": "over"}] if known < len(self._finished) == len(self.labels) else []
 
     def _stand(self, rank: int, position: tuple[int, ...]) -> list[Message]:
         known = len(self._standing)

@@ -342,7 +342,7 @@ class PartitionedStrategy(DDPStrategy):
         self._epoch = -1
         with _compat.unmovable_left_alone(self):
             super().teardown()
-        late_sigterm = self._watch.must_stop and not self._failed
+        late_sigterm = not self._failed and self._watch.finish()
         self._watch.close(self._failed)
         if late_sigterm:
             raise SIGTERMException

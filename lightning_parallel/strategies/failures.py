@@ -93,18 +93,17 @@ class FailureWatch:
             failed: the run ended with an exception: lets every rank tell and hear its news before it goes.
         """
         watcher, hub = self._watcher, self._hub
-        if watcher is None:
-            return
-        if failed:
-            watcher.settle(self.times.grace + 2)
-            if self._follows_parent:
-                watcher.wait_for_hub(2 * self.times.grace)
-        self._release_sigterm()
-        watcher.close()
+        self._watcher = self._hub = self._trainer = None
+        if watcher is not None:
+            if failed:
+                watcher.settle(self.times.grace + 2)
+                if self._follows_parent:
+                    watcher.wait_for_hub(2 * self.times.grace)
+            self._release_sigterm()
+            watcher.close()
         if hub is not None:
             hub.close()
-        self._watcher = self._hub = self._trainer = None
-        if failed and self._follows_parent:
+        if failed and watcher is not None and self._follows_parent:
             wait_for_parent(2.0)
 
     # -------------------------------------------------------------- SIGTERM
@@ -137,10 +136,9 @@ class FailureWatch:
         if signal.getsignal(signal.SIGTERM) is taken.handler:
             signal.signal(signal.SIGTERM, taken.replaced)
 
-    @property
-    def must_stop(self) -> bool:
-        """Whether some rank received SIGTERM."""
-        return self._watcher is not None and self._watcher.must_stop
+    def finish(self) -> bool:
+        """The run is over: whether SIGTERM came to some rank and no step was left to stop at."""
+        return self._watcher is not None and self._watcher.finish(self.times.grace)
 
     def training_step(self) -> None:
         """Passes the start of a training batch; if all ranks stop with it, Lightning ends the run at its end."""

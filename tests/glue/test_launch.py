@@ -155,7 +155,8 @@ def test_lightning_cli_takes_names_and_class_paths(choice: list[str], sizes: tup
     from train_gpt import GPT, ByteData
     from train_gpt_cli import GPTCLI
 
-    cli = GPTCLI(GPT, ByteData, run=False, args=["--trainer.accelerator=cpu", "--trainer.devices=2", *choice])
+    arguments = ["--trainer.accelerator=cpu", "--trainer.devices=2", *choice]
+    cli = GPTCLI(GPT, ByteData, run=False, args=arguments, seed_everything_default=False)
     strategy = cli.trainer.strategy
     assert isinstance(strategy, TensorPipelineStrategy)
     assert (strategy.tensor_config.size, strategy.pipeline_config.size) == sizes

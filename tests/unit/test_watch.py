@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -182,6 +183,24 @@ def test_a_step_waits_until_it_is_known_where_everybody_stands() -> None:
         assert time.monotonic() - began > 0.1
         assert run.watchers[0].step((4,)) is True
         assert slow.step((4,)) is True
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_all_ranks_learn_at_the_end_whether_one_was_asked_to_stop(asked: bool) -> None:
+    with running(3) as run, ThreadPoolExecutor(3) as pool:
+        if asked:
+            run.watchers[1].ask_to_stop()
+        found = list(pool.map(lambda watcher: watcher.finish(LIMIT), run.watchers))
+    assert found == [asked] * 3
+    assert run.ended == []
+
+
+def test_the_end_does_not_wait_for_a_rank_that_is_gone() -> None:
+    with running(2) as run:
+        vanish(run.watchers[1])
+        began = time.monotonic()
+        assert run.watchers[0].finish(LIMIT) is False
+        assert time.monotonic() - began < LIMIT / 2
 
 
 def test_ranks_without_a_step_are_ended_as_terminated() -> None:
