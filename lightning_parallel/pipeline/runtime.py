@@ -82,7 +82,7 @@ class PipelineRuntime:
                 if action.kind is Kind.FORWARD:
                     self._forward(_number(action), callbacks, state)
                 elif action.kind is Kind.BACKWARD:
-                    if action is last_backward:
+                    if action == last_backward:
                         callbacks.before_last_backward()
                     self._backward(_number(action), callbacks, state)
                 elif action.kind is Kind.REDUCE:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from functools import reduce
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,13 +28,15 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from tests.harness.protocol import COLLECTIVE_TIMEOUT, Call, Finish, Idle, Raised, Returned, receive, send
 
 _PR_SET_PDEATHSIG = 1
+_STACKS_SIGNAL = signal.SIGUSR2
 
 
 def main() -> None:
     connection = Connection(int(sys.argv[1]))
     stacks = open(sys.argv[2], "w")  # noqa: SIM115 - stays open for faulthandler until the process ends
-    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+    faulthandler.register(_STACKS_SIGNAL, file=stacks, all_threads=True)
     faulthandler.enable(file=stacks, all_threads=True)
+    _keep_stack_signals()
     _die_with_parent()
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
@@ -111,6 +114,17 @@ def _clean_process(call: Call) -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
         torch.use_deterministic_algorithms(False)
         torch.set_grad_enabled(True)
+
+
+def _keep_stack_signals() -> None:
+    """Leave faulthandler's signals alone: a Trainer that ends sets every signal to what Python thinks it was before."""
+    kept = {_STACKS_SIGNAL, signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL}
+    set_handler = signal.signal
+
+    def set_unless_kept(number: int, handler: Any) -> Any:
+        return signal.getsignal(number) if number in kept else set_handler(number, handler)
+
+    signal.signal = set_unless_kept  # type: ignore[assignment]
 
 
 def _die_with_parent() -> None:
