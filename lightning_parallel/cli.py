@@ -1,0 +1,40 @@
+"""Glue: the command line, ``lightning-parallel`` or ``python -m lightning_parallel``.
+
+A subcommand is a module of ``lightning_parallel.commands`` with a function ``add_parser``; it is listed in COMMANDS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from lightning_parallel.commands import explain
+from lightning_parallel.commands.answer import show
+
+__all__ = ["main"]
+
+COMMANDS = (explain,)
+USAGE_ERROR = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line on ``arguments`` (those of the process by default) and returns the exit status.
+
+    Raises:
+        SystemExit: argparse found the arguments wrong, or printed its help.
+    """
+    parser = argparse.ArgumentParser(prog="lightning-parallel", description="plan and understand parallel training")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add_parser(commands)
+    parsed = parser.parse_args(arguments)
+    try:
+        answer = parsed.answer(parsed)
+    except ValueError as error:
+        sys.stderr.write(f"lightning-parallel: error: {error}\n")
+        return USAGE_ERROR
+    show(answer, as_json=parsed.json, console=Console(file=sys.stdout))
+    return answer.status

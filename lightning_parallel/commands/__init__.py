@@ -1,0 +1,1 @@
+"""Glue: the subcommands of the command line, one module each."""

@@ -1,0 +1,57 @@
+"""Glue: what a subcommand answers, as data for ``--json`` and as text for a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+if TYPE_CHECKING:
+    Subcommands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+__all__ = ["Answer", "add_command", "show", "table"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``data`` is printed by ``--json``, ``text`` (strings, tables) otherwise; ``status`` is the exit status."""
+
+    data: Mapping[str, Any]
+    text: tuple[RenderableType, ...]
+    status: int = 0
+
+
+def add_command(
+    commands: Subcommands, name: str, answer: Callable[[argparse.Namespace], Answer], *, summary: str
+) -> argparse.ArgumentParser:
+    """A new subcommand whose parsed arguments go to ``answer``; it gets the option ``--json``.
+
+    ``answer`` raises ValueError for what the user asked wrongly; the command line prints its text.
+    """
+    parser = commands.add_parser(name, help=summary, description=summary)
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    parser.set_defaults(answer=answer)
+    return parser
+
+
+def show(answer: Answer, *, as_json: bool, console: Console) -> None:
+    """Prints an answer in one of its two forms."""
+    if as_json:
+        console.file.write(json.dumps(answer.data, indent=2) + "\n")
+        return
+    for part in answer.text:
+        # Text is printed as it is: brackets in it are no markup, and a schedule's grid must not be wrapped.
+        console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+
+
+def table(title: str, *columns: str) -> Table:
+    """An empty table whose first column holds names and whose other columns hold figures."""
+    result = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        result.add_column(column, justify="left" if index == 0 else "right")
+    return result
