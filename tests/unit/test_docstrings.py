@@ -15,6 +15,12 @@ MODULES = [
     "pipeline.partition",
     "pipeline.schedules",
     "pipeline.simulate",
+    "scaling.checks",
+    "scaling.flops",
+    "scaling.laws",
+    "scaling.repeats",
+    "scaling.sizing",
+    "scaling.surfaces",
 ]
 
 
