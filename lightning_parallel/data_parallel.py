@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lightning_parallel import comm
+from lightning_parallel.bucket_order import BucketOrder
 from lightning_parallel.comm import ProcessGroup
 
 __all__ = ["GradientReducer"]
@@ -29,7 +30,6 @@ class _Bucket:
     offsets: list[int]
     buffer: torch.Tensor
     views: list[torch.Tensor]
-    pending: int = 0
     present: list[bool] = field(default_factory=list)
     work: Any = None
 
@@ -90,7 +90,7 @@ class GradientReducer:
         self._place: dict[int, tuple[int, int]] = {}
         self._hooks: dict[int, Any] = {}
         self._armed = False
-        self._next = 0
+        self._order = BucketOrder([])
         self._trainable: tuple[int, ...] = ()
 
     @property
@@ -122,10 +122,10 @@ class GradientReducer:
         """The coming backward pass completes the gradients: reduce each bucket as soon as it is full."""
         self._refresh()
         for bucket in self._buckets:
-            bucket.pending = len(bucket.parameters)
             bucket.present = [False] * len(bucket.parameters)
             bucket.work = None
-        self._armed, self._next = True, 0
+        self._order = BucketOrder([len(bucket.parameters) for bucket in self._buckets])
+        self._armed = True
 
     def disarm(self) -> None:
         """Forget an armed state, for example after a failed step."""
@@ -146,10 +146,8 @@ class GradientReducer:
                 )
             return
         bucket.present[place] = True
-        bucket.pending -= 1
-        while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
-            self._launch(self._buckets[self._next])
-            self._next += 1
+        for ready in self._order.arrived(index):
+            self._launch(self._buckets[ready])
 
     @staticmethod
     def _move_into_bucket(bucket: _Bucket, place: int) -> None:
@@ -182,7 +180,7 @@ class GradientReducer:
         if not self._armed:
             raise RuntimeError("finish() needs arm() before the backward pass")
         self._armed = False
-        for bucket in self._buckets[self._next :]:
+        for bucket in [self._buckets[index] for index in self._order.rest()]:
             for place, parameter in enumerate(bucket.parameters):
                 if parameter.grad is None:
                     bucket.views[place].zero_()
