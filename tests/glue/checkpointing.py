@@ -84,21 +84,23 @@ class TiedGPT(GPT):
 
 
 class SaveAt(Callback):
-    """Saves `<name>.ckpt` into a folder after the given batches of the first epoch, and at its end as `epoch`."""
+    """Saves `<name>.ckpt` into a folder after the given (epoch, batch), or after an epoch where the batch is None."""
 
-    def __init__(self, folder: Path, after: Mapping[int, str]) -> None:
-        self.folder, self.after = folder, after
+    def __init__(self, folder: Path, points: Mapping[tuple[int, int | None], str]) -> None:
+        self.folder, self.points = folder, points
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        name = self.after.get(batch_idx)
-        if trainer.current_epoch == 0 and name is not None:
-            trainer.save_checkpoint(self.folder / f"{name}.ckpt")
+        self._save(trainer, batch_idx)
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        if trainer.current_epoch == 0:
-            trainer.save_checkpoint(self.folder / "epoch.ckpt")
+        self._save(trainer, None)
+
+    def _save(self, trainer: Trainer, batch_idx: int | None) -> None:
+        name = self.points.get((trainer.current_epoch, batch_idx))
+        if name is not None:
+            trainer.save_checkpoint(self.folder / f"{name}.ckpt")
 
 
 def train(site: Site, folder: Path, model: TiedGPT, source: Path | None = None, saves: bool = True) -> dict[str, Any]:
@@ -107,7 +109,7 @@ def train(site: Site, folder: Path, model: TiedGPT, source: Path | None = None, 
     record = Record()
     callbacks: list[Callback] = [record]
     if saves:
-        callbacks.append(SaveAt(folder, {1: "middle", 2: "window"}))
+        callbacks.append(SaveAt(folder, {(0, 1): "middle", (0, 2): "window", (0, None): "epoch"}))
     trainer = site.trainer(max_epochs=EPOCHS, accumulate_grad_batches=WINDOW, callbacks=callbacks)
     loader = ResumableLoader(Tokens(4 * BATCHES), batch_size=4 // site.replicas)
     trainer.fit(model, loader, ckpt_path=source)

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback
 
-from tests.glue.checkpointing import KINDS, TiedGPT, assert_same_file, on_layout, train
-from tests.glue.oracle import PAIRS, Layout, Site, assert_same
+from tests.glue.checkpointing import KINDS, ResumableLoader, SaveAt, TiedGPT, assert_same_file, on_layout, train
+from tests.glue.oracle import PAIRS, PLAN, Classifier, Layout, Samples, Site, assert_same, weights
+from tests.glue.training import Record
 from tests.harness import Ranks
 
 PLAIN = None
@@ -139,3 +142,129 @@ def test_the_same_layout_continues_bit_for_bit(runs: Runs, layout: Layout) -> No
             assert_same(result["batches"], whole["batches"][done:], f"rank {rank}, {source.stem}", atol=0)
             assert_same(result["weights"], whole["weights"], f"rank {rank}, {source.stem}", atol=0)
         assert_same_file(file, source.parent / "final.ckpt", atol=0)
+
+
+# ------------------------------------------------------------------------------------------------ optimizers
+POINTS: dict[tuple[int, int | None], str] = {(0, None): "before", (1, 0): "at", (2, 0): "after"}
+"""Where runs of three epochs are interrupted; a finetuned backbone thaws as epoch 1 starts."""
+
+
+class Grouped(Classifier):
+    """Three groups with decay and schedules of their own."""
+
+    def configure_optimizers(self) -> Any:
+        groups: list[dict[str, Any]] = [
+            {"params": self.net.stem.parameters(), "weight_decay": 0.2, "lr": 0.02},
+            {"params": self.net.blocks.parameters(), "weight_decay": 0.0, "betas": (0.8, 0.9)},
+            {"params": [*self.net.norm.parameters(), *self.net.head.parameters()]},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-4)
+        factors = [lambda step: 0.9**step, lambda step: 1.0 + step, lambda step: 1.0]
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Finetuned(Classifier):
+    """Its blocks are frozen at first; a callback gives them to the optimizer later, as a group of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = self.net.blocks
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01, eps=1e-4)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+
+
+class ThawAgain(BackboneFinetuning):
+    """Lightning freezes a backbone again when a run is resumed in a later epoch than that in which it thawed."""
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        if trainer.current_epoch >= self.unfreeze_backbone_at_epoch:
+            self.make_trainable(module.get_submodule("backbone"))
+
+
+class ByHand(Classifier):
+    """Two optimizers of different kinds, stepped and scheduled by hand at different times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        ends = [*self.net.stem.parameters(), *self.net.norm.parameters(), *self.net.head.parameters()]
+        blocks = torch.optim.AdamW(self.net.blocks.parameters(), lr=0.01, eps=1e-4)
+        both = [blocks, torch.optim.SGD(ends, lr=0.1, momentum=0.9)]
+        schedules = [torch.optim.lr_scheduler.StepLR(blocks, 2), torch.optim.lr_scheduler.ExponentialLR(both[1], 0.8)]
+        return both, schedules
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        optimizers: Any = self.optimizers()
+        schedules: Any = self.lr_schedulers()
+        for place, (optimizer, schedule) in enumerate(zip(optimizers, schedules, strict=True)):
+            if place == 0 or batch_idx % 2 == 0:
+                optimizer.step()
+                schedule.step()
+            optimizer.zero_grad()
+        return loss
+
+
+def job(kind: str) -> tuple[LightningModule, list[Callback]]:
+    """A new module with the callbacks of its kind."""
+    if kind in ("groups", "by hand"):
+        return (Grouped() if kind == "groups" else ByHand()), []
+    thaw = BackboneFinetuning if kind == "finetuned" else ThawAgain
+    return Finetuned(), [thaw(1, lambda epoch: 1.5, backbone_initial_ratio_lr=0.5)]
+
+
+def whole_and_continued(site: Site, folder: Path, kind: str, sources: list[Path]) -> list[Any]:
+    """The uninterrupted run, and those continued from checkpoints; each leaves `final-<number>.ckpt`."""
+    found = []
+    for number, source in enumerate([None, *sources]):
+        module, callbacks = job(kind)
+        callbacks += [record := Record(), SaveAt(folder, {} if source else POINTS)]
+        trainer = site.trainer(max_epochs=3, callbacks=callbacks)
+        trainer.fit(module, ResumableLoader(Samples(16), batch_size=8 // site.replicas), ckpt_path=source)
+        trainer.save_checkpoint(folder / f"final-{number}.ckpt")
+        found.append({"batches": record.batches, "weights": weights(module)})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "layouts"),
+    [
+        ("groups", [(2, 1, 1), (1, 2, 1), (2, 1, 2)]),
+        ("finetuned", [(1, 2, 1), (2, 1, 1)]),
+        ("thawed again", [*PAIRS, (1, 2, 2)]),
+        ("by hand", [(2, 1, 1), (1, 1, 2), (2, 1, 2)]),
+    ],
+    ids=["groups", "finetuned", "thawed again", "by hand"],
+)
+def test_changing_and_several_optimizers(ranks: Ranks, kind: str, layouts: list[Layout], tmp_path: Path) -> None:
+    """Runs of a layout are continued by itself, by the next layout and by a plain run, and plain ones by each layout.
+
+    Reference: the plain run, continued from the same point; all files are those of a plain run, too.
+    """
+    names = list(POINTS.values())
+    folders = [tmp_path / text for text in ("plain", *map(str, layouts), "back")]
+    for folder in folders:
+        folder.mkdir()
+    whole, *parts = whole_and_continued(Site(), folders[0], kind, [folders[0] / f"{name}.ckpt" for name in names])
+    if kind != "finetuned":
+        for name, part in zip(names, parts, strict=True):
+            assert_same(part["weights"], whole["weights"], name, atol=0)
+    options: dict[str, Any] = {"plan": PLAN, "micro_batches": 1 if kind == "by hand" else 2}
+    for turn, layout in enumerate(layouts):
+        own = folders[turn + 1]
+        # Which point is continued from whose file changes from layout to layout.
+        origins = [(own, folders[turn], folders[0])[(turn + place) % 3] for place in range(len(names))]
+        sources = [origin / f"{name}.ckpt" for origin, name in zip(origins, names, strict=True)]
+        for rank, results in enumerate(on_layout(ranks, layout, whole_and_continued, own, kind, sources, **options)):
+            assert_same(results, [whole, *parts], f"rank {rank} of {layout} from {origins}")
+        for file in own.iterdir():
+            assert_same_file(file, folders[0] / file.name)
+    for place, name in enumerate(names):
+        source = folders[1 + place % len(layouts)] / f"{name}.ckpt"
+        assert_same(whole_and_continued(Site(), folders[-1], kind, [source])[1], parts[place], f"plain from {source}")
