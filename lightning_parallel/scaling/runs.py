@@ -1,0 +1,122 @@
+"""Pure: tables of training runs: one row of parameters, tokens, FLOPs and final loss per run, for fits."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_parallel.scaling.laws import FLOPS_PER_PARAM_AND_TOKEN
+
+__all__ = ["Run", "RunTable", "append_run", "drop_worst", "read_runs"]
+
+COLUMNS = ("params", "tokens", "flops", "loss")
+# Names under which published tables of runs carry the same columns.
+ALIASES = (
+    ("params", ("params", "parameters", "n", "model size", "num_params", "n_params")),
+    ("tokens", ("tokens", "d", "training tokens", "num_tokens", "n_tokens")),
+    ("flops", ("flops", "flop", "c", "compute", "training flop", "training flops", "compute_flops")),
+    ("loss", ("loss", "final loss", "val_loss", "l")),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished training run; ``loss`` in nats per token, ``flops`` 6ND unless something better was counted."""
+
+    params: float
+    tokens: float
+    loss: float
+    flops: float
+
+    def __post_init__(self) -> None:
+        for name in COLUMNS:
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}={value!r} of a run is not a positive number")
+
+    @classmethod
+    def of(cls, params: float, tokens: float, loss: float) -> Run:
+        """A run whose compute is taken as 6ND."""
+        return cls(params, tokens, loss, FLOPS_PER_PARAM_AND_TOKEN * params * tokens)
+
+
+@dataclass(frozen=True)
+class RunTable:
+    """Runs of a file, and how many rows it had that were incomplete."""
+
+    runs: tuple[Run, ...]
+    skipped: int
+
+
+def read_runs(path: str | Path) -> RunTable:
+    """Reads a CSV file with columns for parameters, loss, and tokens or FLOPs (the other follows from 6ND).
+
+    Rows with an empty cell or NaN among these are left out and counted.
+
+    Raises:
+        ValueError: a column is missing, or a cell is no positive number.
+    """
+    with Path(path).open(newline="") as file:
+        reader = csv.DictReader(file)
+        found = _columns(path, reader.fieldnames or ())
+        runs, skipped = [], 0
+        for number, row in enumerate(reader, start=2):
+            cells = {name: (row[column] or "").strip() for name, column in found.items()}
+            if any(cell.lower() in ("", "nan", "none") for cell in cells.values()):
+                skipped += 1
+                continue
+            try:
+                runs.append(_run({name: float(cell) for name, cell in cells.items()}))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+    return RunTable(tuple(runs), skipped)
+
+
+def _columns(path: str | Path, header: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, aliases in ALIASES:
+        for column in header:
+            if column is not None and column.strip().lower() in aliases:
+                found.setdefault(name, column)
+    if not {"params", "loss"} <= found.keys() or not {"tokens", "flops"} & found.keys():
+        raise ValueError(
+            f"{path} has the columns {', '.join(header) or 'none'}; needed are params, loss, and tokens or flops, for "
+            f"example '{','.join(COLUMNS)}'"
+        )
+    return found
+
+
+def _run(cells: dict[str, float]) -> Run:
+    params, tokens, flops = cells["params"], cells.get("tokens"), cells.get("flops")
+    if tokens is None:
+        tokens = cells["flops"] / (FLOPS_PER_PARAM_AND_TOKEN * params)
+    if flops is None:
+        flops = FLOPS_PER_PARAM_AND_TOKEN * params * tokens
+    return Run(params, tokens, cells["loss"], flops)
+
+
+def append_run(path: str | Path, run: Run) -> None:
+    """Adds a row to a table in one write, so that runs that end together do not mix their rows; makes the file."""
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    line = ",".join(repr(float(getattr(run, name))) for name in COLUMNS) + "\n"
+    descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        if os.fstat(descriptor).st_size == 0:
+            line = ",".join(COLUMNS) + "\n" + line
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)
+
+
+def drop_worst(runs: Iterable[Run], count: int) -> tuple[Run, ...]:
+    """All runs but the ``count`` of highest loss, as the published refit leaves out five, in the order given."""
+    kept = list(runs)
+    if not 0 <= count < len(kept):
+        raise ValueError(f"cannot leave out the {count} worst of {len(kept)} runs; use 0 .. {max(0, len(kept) - 1)}")
+    worst = sorted(range(len(kept)), key=lambda index: kept[index].loss, reverse=True)[:count]
+    return tuple(run for index, run in enumerate(kept) if index not in worst)
