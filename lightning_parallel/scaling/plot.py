@@ -1,0 +1,87 @@
+"""Pure: figures of laws and runs: loss over model size at equal compute, and the frontier of optimal sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_parallel.scaling.isoflop import Valley
+from lightning_parallel.scaling.laws import FLOPS_PER_PARAM_AND_TOKEN, LAWS, Law
+from lightning_parallel.scaling.runs import Run
+
+__all__ = ["plot_scaling"]
+
+SIDES = 10.0
+"""Curves reach from this factor below the optimal size to this factor above it."""
+POINTS = 81
+
+
+def plot_scaling(
+    path: str | Path,
+    law: Law,
+    budgets: Sequence[float],
+    runs: Sequence[Run] = (),
+    valleys: Sequence[Valley] = (),
+) -> Path:
+    """Draws isoFLOP curves of a law and the frontiers of it and every published law into an image.
+
+    Args:
+        path: of the image; its suffix says the format, such as ``.png``.
+        law: whose curves to draw.
+        budgets: FLOPs, one curve each.
+        runs: finished runs, drawn as points.
+        valleys: parabolas through runs; their bottoms are drawn on the frontier.
+
+    Raises:
+        ValueError: a suffix that is no image format, or no budget.
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    if not budgets:
+        raise ValueError("a figure needs at least one budget, such as 1e20")
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("figures need matplotlib: pip install 'lightning-parallel[plots]'") from error
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    suffix = Path(path).suffix.lstrip(".").lower()
+    if suffix not in canvas.get_supported_filetypes():
+        raise ValueError(f"{str(path)!r} does not end like an image; use for example 'scaling.png'")
+    left, right = figure.subplots(1, 2)
+    _draw_curves(left, law, sorted(budgets), runs)
+    _draw_frontiers(right, law, sorted(budgets), valleys)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    return Path(path)
+
+
+def _draw_curves(axes: Any, law: Law, budgets: Sequence[float], runs: Sequence[Run]) -> None:
+    """Loss over parameters, one colour per budget; dots are runs, stars the optima."""
+    for place, flops in enumerate(budgets):
+        colour = f"C{place % 10}"
+        best = law.pair(flops)
+        steps = [SIDES ** (2 * index / (POINTS - 1) - 1) for index in range(POINTS)]
+        sizes = [best.params * step for step in steps]
+        losses = [law.surface(size, flops / FLOPS_PER_PARAM_AND_TOKEN / size) for size in sizes]
+        axes.plot(sizes, losses, color=colour, label=f"{flops:.2g} FLOPs")
+        axes.plot([best.params], [best.loss], marker="*", markersize=11, color=colour)
+        near = [run for run in runs if min(budgets, key=lambda b: abs(math.log(b / run.flops))) == flops]
+        axes.plot([run.params for run in near], [run.loss for run in near], "o", color=colour)
+    axes.set(xscale="log", xlabel="parameters", ylabel="loss, nats per token", title=f"equal compute, law {law.name!r}")
+    axes.legend(fontsize="small")
+
+
+def _draw_frontiers(axes: Any, law: Law, budgets: Sequence[float], valleys: Sequence[Valley]) -> None:
+    """Optimal parameters over FLOPs of every law, over the budgets and a decade around them."""
+    ends = (budgets[0] / SIDES, budgets[-1] * SIDES)
+    for other in (published for published in LAWS if published.name != law.name):
+        axes.plot(ends, [other.optimal_params(flops) for flops in ends], linewidth=1, alpha=0.7, label=other.name)
+    axes.plot(ends, [law.optimal_params(flops) for flops in ends], "k", linewidth=2, label=law.name)
+    if valleys:
+        found = [valley.params for valley in valleys]
+        axes.plot([valley.flops for valley in valleys], found, "ks", label="bottoms of the parabolas")
+    axes.set(xscale="log", yscale="log", xlabel="training FLOPs", ylabel="parameters", title="compute-optimal sizes")
+    axes.legend(fontsize="small")

@@ -1,0 +1,153 @@
+"""``lightning-parallel scaling``: JSON keys, texts, figures and errors of one line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_parallel.cli import main
+from lightning_parallel.scaling import LAW_NAMES, ParametricLoss, optimal, verdict
+from lightning_parallel.scaling.runs import Run, append_run
+
+TRUTH = ParametricLoss(1.0, 400.0, 900.0, 0.4, 0.45)
+PNG = b"\x89PNG\r\n\x1a\n"
+FEW = ["--starts", "2", "--bootstraps", "2"]
+
+
+@pytest.fixture
+def run_table(tmp_path: Path) -> Path:
+    """Exact runs of a known law: three budgets, four sizes."""
+    file = tmp_path / "runs.csv"
+    for flops in (1e15, 1e16, 1e17):
+        best = TRUTH.coefficient * flops**TRUTH.exponent
+        for factor in (0.4, 0.8, 1.6, 3.2):
+            params = factor * best
+            append_run(file, Run.of(params, flops / 6 / params, TRUTH(params, flops / 6 / params)))
+    return file
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str]) -> Any:
+    def answer(*arguments: str) -> Any:
+        assert main(["scaling", *arguments, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return answer
+
+
+@pytest.mark.parametrize("law", LAW_NAMES)
+def test_optimal(ask: Any, law: str) -> None:
+    data = ask("optimal", "--flops", "5.6e21", "--law", law)
+    best = optimal(5.6e21, law)
+    assert (data["params"], data["tokens"], data["loss"], data["law"]) == (best.params, best.tokens, best.loss, law)
+    assert 6 * data["params"] * data["tokens"] == pytest.approx(5.6e21, rel=1e-9)
+    assert data["all_laws"]["params"][0] <= data["params"] <= data["all_laws"]["params"][1]
+    assert data["source"]
+
+
+def test_optimal_names_its_default_and_takes_more_questions(ask: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["optimal", "--flops", "1e22", "--unique-tokens", "25e9", "--inference-tokens", "1e12"]
+    data = ask(*asked)
+    assert data["law"] == "besiroglu"
+    assert data["data_limited"]["epochs"] > 4
+    assert data["lifetime"]["params"] < data["params"]
+    assert main(["scaling", *asked]) == 0
+    text = capsys.readouterr().out
+    for part in ("'besiroglu'", "Besiroglu et al. 2024", f"{data['params']:.4g}", "80% interval", "epochs"):
+        assert part in text
+    assert ask("optimal", "--loss", str(data["loss"]))["flops"] == pytest.approx(1e22)
+
+
+def test_verdict(ask: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    data = ask("verdict", "--params", "175e9", "--tokens", "300e9")
+    assert data["verdict"] == "undertrained"
+    found = verdict(175e9, 300e9)
+    assert data["ratio"] == found.ratio
+    assert (data["optimal"]["params"], data["optimal"]["tokens"]) == (found.optimal.params, found.optimal.tokens)
+    assert ask("verdict", "--params", "7e9", "--tokens", "1e12", "--law", "twenty")["verdict"] == "overtrained"
+    assert main(["scaling", "verdict", "--params", "70e9", "--tokens", "1.4e12"]) == 0
+    assert capsys.readouterr().out.startswith("near-optimal: 20 tokens per parameter")
+
+
+def test_table(ask: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = ask("table")["budgets"]
+    assert [row[0]["flops"] for row in rows] == [1e20, 5.6e21, 3.6e23, 2e25]
+    assert [cell["law"] for cell in rows[0]] == list(LAW_NAMES)
+    assert main(["scaling", "table"]) == 0
+    assert "5.6e+21 FLOPs" in capsys.readouterr().out
+
+
+def test_fit(ask: Any, run_table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = tmp_path / "fit.png"
+    data = ask("fit", str(run_table), "--flops", "1e18", "--plot", str(image), *FEW)
+    assert data["E"] == pytest.approx(1.0, rel=1e-5)
+    assert data["alpha"] == pytest.approx(0.4, rel=1e-5)
+    assert data["exponent"] == pytest.approx(0.45 / 0.85, rel=1e-5)
+    assert (data["runs"], data["skipped_rows"]) == (12, 0)
+    assert data["optimal"]["params"] == pytest.approx(TRUTH.coefficient * 1e18**TRUTH.exponent, rel=1e-4)
+    low, high = data["intervals"]["E"]
+    assert low <= high
+    assert [valley["flops"] for valley in data["isoflop"]["valleys"]] == pytest.approx([1e15, 1e16, 1e17])
+    assert data["isoflop"]["exponent"] == pytest.approx(0.45 / 0.85, abs=0.03)
+    assert image.read_bytes().startswith(PNG)
+    assert main(["scaling", "fit", str(run_table), "--drop-worst", "1", *FEW]) == 0
+    assert "through 11 runs" in capsys.readouterr().out
+
+
+def test_plot(ask: Any, run_table: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "laws.png", tmp_path / "deep" / "runs.png"
+    assert ask("plot", "--out", str(first), "--law", "hoffmann-3") == {"plot": str(first), "law": "hoffmann-3"}
+    assert ask("plot", str(run_table), "--out", str(second), *FEW)["plot"] == str(second)
+    assert first.read_bytes().startswith(PNG)
+    assert second.read_bytes().startswith(PNG)
+    assert first.read_bytes() != second.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["optimal", "--flops", "-1"], "flops=-1.0 is not within"),
+        (["optimal", "--flops", "1e99"], "flops=1e+99 is not within"),
+        (["optimal", "--loss", "0.5"], "loss=0.5 is not reached"),
+        (["verdict", "--params", "0", "--tokens", "1"], "params=0.0 is not within"),
+        (["fit", "missing.csv"], "No such file or directory: 'missing.csv'"),
+        (["fit", "few.csv"], "need at least 6 runs"),
+        (["plot", "few.csv", "--law", "sqrt"], "leave out --law and --budgets"),
+        (["plot", "--out", "figure.xyz"], "'figure.xyz' does not end like an image; use for example 'scaling.png'"),
+    ],
+)
+def test_errors_are_one_line(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    append_run("few.csv", Run.of(1e6, 1e7, 3.0))
+    assert main(["scaling", *arguments]) == 2
+    streams = capsys.readouterr()
+    assert message in streams.err
+    assert len(streams.err.splitlines()) == 1
+    assert streams.out == ""
+
+
+@pytest.mark.parametrize(
+    ("package", "module", "extra"), [("scipy", "scipy", "scaling"), ("matplotlib", "matplotlib.figure", "plots")]
+)
+def test_a_missing_package_is_named(
+    package: str,
+    module: str,
+    extra: str,
+    run_table: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    question = ["fit", str(run_table), *FEW] if package == "scipy" else ["plot"]
+    assert main(["scaling", *question]) == 2
+    assert f"{package}: pip install 'lightning-parallel[{extra}]'" in capsys.readouterr().err
