@@ -238,4 +238,6 @@ class StageCut:
         origin = (f"output of {self.plan.blocks[index]}",)
         if self.plan.changing_shapes:
             return self._outlines[index].stand_in(origin, self.device, self.ledger)
+        if isinstance(self._received, torch.Tensor):  # nearly always; walking a tree takes longer
+            return placeholder_like(self._received, origin, self.ledger)
         return tree_map_only(torch.Tensor, lambda t: placeholder_like(t, origin, self.ledger), self._received)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten
 
-__all__ = ["FACTORIES", "data_read_by", "operator_name", "writes", "written_by"]
+__all__ = ["FACTORIES", "data_read_by", "operator_name", "takes_shapes_only", "writes", "written_by"]
 
 # Factories take shape and dtype of their argument only: the result is real.
 FACTORIES = frozenset(
@@ -28,26 +30,58 @@ FACTORIES = frozenset(
     ]
 )
 _READING_TAGS = frozenset([torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape])
+_SELECTIONS = frozenset(["index", "masked_select"])
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What an operator's schema tells, whatever the arguments.
+
+    Attributes:
+        name: without namespace and overload.
+        written: (position, name) of the arguments that it writes into.
+        reads: whether values of any argument reach Python.
+    """
+
+    name: str
+    written: tuple[tuple[int, str], ...]
+    reads: bool
+
+
+@cache
+def _facts(func: Any) -> _Facts:
+    name = func._schema.name.split("::")[1]
+    arguments = enumerate(func._schema.arguments)
+    written = tuple((p, a.name) for p, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    return _Facts(name, written, name == "is_nonzero" or not _READING_TAGS.isdisjoint(func.tags))
+
+
+@cache
+def takes_shapes_only(func: Any) -> bool:
+    """Whether all that is to be known of a call is the shape of its result: nothing is read, written or made anew."""
+    facts = _facts(func)
+    special = facts.name in FACTORIES | _SELECTIONS | {"equal"} or facts.name.startswith("_foreach_")
+    return not (special or facts.reads or facts.written or facts.name.endswith("_"))
 
 
 def operator_name(func: Any) -> str:
     """Name of an operator without namespace and overload."""
-    return func._schema.name.split("::")[1]
+    return _facts(func).name
 
 
 def writes(func: Any) -> bool:
     """Whether an operator writes into one of its arguments."""
-    return any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+    return bool(_facts(func).written)
 
 
 def data_read_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors whose values an operator hands to Python, as a number or as the shape of its result."""
-    name = operator_name(func)
-    if name == "index":
+    facts = _facts(func)
+    if facts.name == "index":
         read: Any = [m for m in args[1] if m is not None and m.dtype in (torch.bool, torch.uint8)]
-    elif name == "masked_select":
+    elif facts.name == "masked_select":
         read = args[1]
-    elif name == "is_nonzero" or not _READING_TAGS.isdisjoint(func.tags):
+    elif facts.reads:
         read = (args, kwargs)
     else:
         return []
@@ -57,8 +91,7 @@ def data_read_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors that an operator writes into: in place, through out=, or a whole list."""
     written: list[torch.Tensor] = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            written += [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+    for place, name in _facts(func).written:
+        value = args[place] if place < len(args) else kwargs.get(name)
+        written += [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
     return written

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from lightning_parallel.pipeline.meta import TensorOutline
 from lightning_parallel.pipeline.placeholder import Placeholder, WriteLedger
 
 __all__ = ["Outline", "TensorMeta", "skeleton_of", "spec_of"]
@@ -43,8 +44,12 @@ class Outline:
     @classmethod
     def of(cls, value: Any) -> Outline:
         """The outline of a value."""
-        leaves, spec = tree_flatten(value)
-        return cls(tuple(_outline_leaf(leaf) for leaf in leaves), spec)
+        return cls.of_leaves(*tree_flatten(value))
+
+    @classmethod
+    def of_leaves(cls, leaves: Iterable[Any], spec: TreeSpec) -> Outline:
+        """The outline of a value that was flattened."""
+        return cls(tuple([_outline_leaf(leaf) for leaf in leaves]), spec)
 
     def __reduce__(self) -> Any:
         return _outline, (self.leaves, skeleton_of(self.spec))
@@ -55,7 +60,8 @@ class Outline:
         def make(leaf: Any) -> Any:
             if not isinstance(leaf, TensorMeta):
                 return leaf
-            return Placeholder(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), origin, device, ledger=ledger)
+            meta = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+            return Placeholder(TensorOutline.of(meta), origin, device, ledger=ledger)
 
         return tree_unflatten([make(leaf) for leaf in self.leaves], self.spec)
 

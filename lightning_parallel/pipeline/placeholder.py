@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from lightning_parallel.pipeline.meta import result_on_meta
-from lightning_parallel.pipeline.operators import FACTORIES, data_read_by, operator_name, writes, written_by
+from lightning_parallel.pipeline.meta import TensorOutline, outline_of_result
+from lightning_parallel.pipeline.operators import (
+    FACTORIES,
+    data_read_by,
+    operator_name,
+    takes_shapes_only,
+    writes,
+    written_by,
+)
 
 __all__ = [
     "PipelineCutError",
@@ -29,29 +37,32 @@ class PipelineCutError(RuntimeError):
 class Placeholder(torch.Tensor):
     """A tensor without data. Metadata may be read and operators propagate it; reading data is an error."""
 
-    _meta: torch.Tensor
     _origin: frozenset[str]
     _ledger: WriteLedger | None
 
     @staticmethod
     def __new__(
         cls: type[Placeholder],
-        meta: torch.Tensor,
+        outline: TensorOutline,
         origin: Iterable[str],
         device: torch.device,
         requires_grad: bool = False,
         ledger: WriteLedger | None = None,
     ) -> Placeholder:
-        """`meta` gives shape, strides and dtype; `origin` names the parameters or blocks it stands for.
+        """`outline` gives shape, strides and dtype; `origin` names the parameters or blocks it stands for.
 
         `ledger` notes the local tensors that the value is written into; without one such a write is an error.
         """
         # Never an inference tensor: a view of a parameter is none either, and must have the same kind of version.
-        with torch.inference_mode(False):
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             self = torch.Tensor._make_wrapper_subclass(
-                cls, meta.size(), strides=meta.stride(), dtype=meta.dtype, device=device, requires_grad=requires_grad
+                cls,
+                outline.shape,
+                strides=outline.stride,
+                dtype=outline.dtype,
+                device=device,
+                requires_grad=requires_grad,
             )
-        self._meta = meta
         self._origin = frozenset(origin)
         self._ledger = ledger
         # Kernels that take an address (Triton, DLPack) would read from address 0.
@@ -64,7 +75,7 @@ class Placeholder(torch.Tensor):
         return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype}, of={_names(self._origin)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
-        copy = Placeholder(self._meta, self._origin, self.device, self.requires_grad, self._ledger)
+        copy = Placeholder(TensorOutline.of(self), self._origin, self.device, self.requires_grad, self._ledger)
         if getattr(self, "_is_param", False):
             copy._is_param = True
         memo[id(self)] = copy
@@ -75,50 +86,44 @@ class Placeholder(torch.Tensor):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        name = operator_name(func)
         stand_ins = placeholders_in((args, kwargs))
-        origin = frozenset().union(*(t._origin for t in stand_ins))
+        origin = stand_ins[0]._origin.union(*(t._origin for t in stand_ins[1:]))
+        ledger = next((t._ledger for t in stand_ins if t._ledger is not None), None)
+        device = kwargs.get("device") or stand_ins[0].device
+        name = operator_name(func)
         if name == "equal" and isinstance(args[0], Placeholder) != isinstance(args[1], Placeholder):
             return False  # callbacks look for a parameter in a list this way
         if name == "equal":
             return args[0] is args[1]
-        read = placeholders_in(data_read_by(func, args, kwargs))
-        if read:
-            unknown = frozenset().union(*(t._origin for t in read))
-            raise PipelineCutError(f"{name} reads the data of a value that lives on another stage: {_names(unknown)}")
-        if name.startswith("_foreach_"):
-            return _split_foreach(func, args, kwargs)
-        ledger = next((t._ledger for t in stand_ins if t._ledger is not None), None)
-        written = written_by(func, args, kwargs)
-        for tensor in written:
-            if isinstance(tensor, Placeholder):
-                tensor._origin |= origin
-            elif ledger is not None and ledger.is_open:
-                ledger.note(tensor, origin)
-            else:
-                raise PipelineCutError(
-                    f"{name} writes a value of another stage into a local tensor in place: {_names(origin)}"
-                )
-        if any(not isinstance(t, Placeholder) for t in written):
-            return written[0] if len(written) == 1 else tuple(written)
-        device = kwargs.get("device") or stand_ins[0].device
-        if name in FACTORIES:
-            shape_of = args[0]
-            real = torch.empty_strided(shape_of.size(), shape_of.stride(), dtype=shape_of.dtype, device=device)
-            return func(real, *args[1:], **{**kwargs, "device": device})
+        if not takes_shapes_only(func):
+            read = placeholders_in(data_read_by(func, args, kwargs))
+            if read:
+                sources = _names(frozenset().union(*(t._origin for t in read)))
+                raise PipelineCutError(f"{name} reads the data of a value that lives on another stage: {sources}")
+            if name.startswith("_foreach_"):
+                return _split_foreach(func, args, kwargs)
+            written = written_by(func, args, kwargs)
+            _note_writes(name, written, origin, ledger)
+            if any(not isinstance(t, Placeholder) for t in written):
+                return written[0] if len(written) == 1 else tuple(written)
+            if name in FACTORIES:
+                shape_of = args[0]
+                real = torch.empty_strided(shape_of.size(), shape_of.stride(), dtype=shape_of.dtype, device=device)
+                return func(real, *args[1:], **{**kwargs, "device": device})
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("meta")
         if name in ("index", "masked_select"):
-            return Placeholder(_select(name, args), origin, torch.device(device), ledger=ledger)
-        if not func._schema.is_mutable:
-            out = result_on_meta(func, args, kwargs)
+            outlines: Any = TensorOutline.of(_select(name, args))
+        elif writes(func):
+            outlines = _outlines_of_write(func, args, kwargs)
         else:
-            meta_args, meta_kwargs = tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
-            out = func(*meta_args, **meta_kwargs)
+            outlines = outline_of_result(func, args, kwargs)
         if name.endswith("_") and isinstance(args[0], Placeholder):
             return args[0]
         place = torch.device(device)
-        return tree_map_only(torch.Tensor, lambda t: Placeholder(t, origin, place, ledger=ledger), out)
+        if isinstance(outlines, TensorOutline):  # nearly always; walking a tree takes longer
+            return Placeholder(outlines, origin, place, ledger=ledger)
+        return tree_map_only(TensorOutline, lambda o: Placeholder(o, origin, place, ledger=ledger), outlines)
 
 
 class WriteLedger(TorchDispatchMode):
@@ -159,7 +164,7 @@ class WriteLedger(TorchDispatchMode):
         if not self._origins or isinstance(tensor, Placeholder) or tensor.layout is not torch.strided:
             return tensor
         origin = self._origins.get(tensor.untyped_storage()._cdata)
-        return tensor if origin is None else Placeholder(_to_meta(tensor), origin, tensor.device, ledger=self)
+        return tensor if origin is None else placeholder_like(tensor, origin, self)
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -174,9 +179,38 @@ def _names(origin: frozenset[str]) -> str:
 
 
 def _to_meta(t: torch.Tensor) -> torch.Tensor:
-    if isinstance(t, Placeholder):
-        return t._meta
-    return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta")
+    return TensorOutline.of(t).to_meta()
+
+
+def _note_writes(name: str, written: list[torch.Tensor], origin: frozenset[str], ledger: WriteLedger | None) -> None:
+    """What was written into is from now on a value of other stages too; without an open ledger local tensors refuse."""
+    for tensor in written:
+        if isinstance(tensor, Placeholder):
+            tensor._origin |= origin
+        elif ledger is not None and ledger.is_open:
+            ledger.note(tensor, origin)
+        else:
+            raise PipelineCutError(
+                f"{name} writes a value of another stage into a local tensor in place: {_names(origin)}"
+            )
+
+
+def _outlines_of_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Outlines of what an operator returns that writes into placeholders only, whose own outlines are fixed."""
+    targets = {id(t): (t, _to_meta(t)) for t in placeholders_in(written_by(func, args, kwargs))}
+
+    def to_meta(t: torch.Tensor) -> torch.Tensor:
+        return targets[id(t)][1] if id(t) in targets else _to_meta(t)
+
+    out = func(*tree_map_only(torch.Tensor, to_meta, args), **tree_map_only(torch.Tensor, to_meta, kwargs))
+    for target, meta in targets.values():
+        if TensorOutline.of(meta) != TensorOutline.of(target):
+            raise PipelineCutError(
+                f"{operator_name(func)} changes the shape of a value of another stage in place, from "
+                f"{tuple(target.shape)} to {tuple(meta.shape)}: {_names(target._origin)}. Use the operator that "
+                "returns a new tensor"
+            )
+    return tree_map_only(torch.Tensor, TensorOutline.of, out)
 
 
 def _select(name: str, args: tuple[Any, ...]) -> torch.Tensor:
@@ -235,13 +269,14 @@ def placeholders_in(tree: Any) -> list[Placeholder]:
 
 def placeholder_like(tensor: torch.Tensor, origin: Iterable[str], ledger: WriteLedger | None = None) -> Placeholder:
     """A placeholder with shape, dtype and device of a tensor."""
-    return Placeholder(_to_meta(tensor), origin, tensor.device, ledger=ledger)
+    return Placeholder(TensorOutline.of(tensor), origin, tensor.device, ledger=ledger)
 
 
 def placeholder_parameter(
     parameter: torch.Tensor, name: str, device: torch.device, ledger: WriteLedger | None = None
 ) -> torch.nn.Parameter:
     """A placeholder that modules and optimizers treat as a parameter whose gradient is always None."""
-    stand_in = Placeholder(_to_meta(parameter), (f"parameter {name}",), device, parameter.requires_grad, ledger)
+    outline = TensorOutline.of(parameter)
+    stand_in = Placeholder(outline, (f"parameter {name}",), device, parameter.requires_grad, ledger)
     stand_in._is_param = True
     return stand_in  # type: ignore[return-value]

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
-from lightning_parallel.pipeline.meta import result_on_meta
+from lightning_parallel.pipeline.meta import TensorOutline, outline_of_result
 
 aten = torch.ops.aten
 MATRIX = torch.ones(3, 4)
@@ -23,30 +24,35 @@ CALLS = [
 ]
 
 
-def outlines(result: Any) -> list[tuple[Any, ...]]:
-    tensors = [result] if isinstance(result, torch.Tensor) else list(result)
-    return [(tuple(t.shape), t.stride(), t.dtype) for t in tensors]
-
-
 @pytest.mark.parametrize(("operator", "args", "kwargs"), CALLS)
 def test_result_has_the_outline_of_the_real_one(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    expected = outlines(operator(*args, **kwargs))
+    expected = tree_map_only(torch.Tensor, TensorOutline.of, operator(*args, **kwargs))
     for _ in range(2):  # computed, then remembered
-        result = result_on_meta(operator, args, kwargs)
-        assert outlines(result) == expected
-        assert all(t.is_meta for t in ([result] if isinstance(result, torch.Tensor) else result))
+        assert outline_of_result(operator, args, kwargs) == expected
 
 
 def test_another_outline_is_another_result() -> None:
-    assert result_on_meta(aten.relu.default, (MATRIX,), {}).shape == (3, 4)
-    assert result_on_meta(aten.relu.default, (MATRIX.T,), {}).stride() == (1, 4)
-    assert result_on_meta(aten.relu.default, (MATRIX.double(),), {}).dtype is torch.float64
+    relu = aten.relu.default
+    assert outline_of_result(relu, (MATRIX,), {}).shape == (3, 4)
+    assert outline_of_result(relu, (MATRIX.T,), {}).stride == (1, 4)
+    assert outline_of_result(relu, (MATRIX.double(),), {}).dtype is torch.float64
 
 
-def test_results_share_nothing() -> None:
-    first = result_on_meta(aten.relu.default, (MATRIX,), {})
-    first.unsqueeze_(0)
-    assert result_on_meta(aten.relu.default, (MATRIX,), {}).shape == (3, 4)
+def test_another_keyword_or_nesting_is_another_result() -> None:
+    add, cat = aten.add.Tensor, aten.cat.default
+    counts = torch.ones(2, dtype=torch.int64)
+    assert outline_of_result(aten.sum.dim_IntList, (MATRIX, [0]), {"keepdim": True}).shape == (1, 4)
+    assert outline_of_result(aten.sum.dim_IntList, (MATRIX, [0]), {"keepdim": False}).shape == (4,)
+    assert outline_of_result(add, (counts, counts), {"alpha": 1}).dtype is torch.int64
+    assert outline_of_result(add, (counts.double(), counts), {"alpha": 1}).dtype is torch.float64
+    assert outline_of_result(cat, ([MATRIX, MATRIX],), {}).shape == (6, 4)
+    assert outline_of_result(cat, ([MATRIX, MATRIX, MATRIX], 1), {}).shape == (3, 12)
+
+
+def test_an_outline_is_a_tensor_of_that_outline() -> None:
+    meta = TensorOutline.of(MATRIX.T).to_meta()
+    assert meta.is_meta
+    assert TensorOutline.of(meta) == TensorOutline((4, 3), (1, 4), torch.float32)
 
 
 def test_argument_that_is_no_key() -> None:
@@ -54,4 +60,4 @@ def test_argument_that_is_no_key() -> None:
         __hash__ = None  # type: ignore[assignment]
 
     for _ in range(2):
-        assert result_on_meta(aten.sum.dim_IntList, (MATRIX, [Unhashable(1)]), {}).shape == (3,)
+        assert outline_of_result(aten.sum.dim_IntList, (MATRIX, [Unhashable(1)]), {}).shape == (3,)

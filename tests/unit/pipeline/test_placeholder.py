@@ -226,6 +226,12 @@ def test_writing_into_a_placeholder_is_nothing() -> None:
     assert x.shape == (2, 3)
 
 
+@pytest.mark.parametrize("change", [lambda x: x.unsqueeze_(0), lambda x: x.t_(), lambda x: x.resize_(3, 3)])
+def test_changing_the_shape_in_place_is_an_error(change: Function) -> None:
+    with pytest.raises(PipelineCutError, match=r"changes the shape .* in place, from \(2, 3\) to .*layer 3"):
+        change(stand_in(2, 3))
+
+
 def test_lists_of_parameters() -> None:
     """Optimizers and averages hand over all parameters at once: those with data are computed."""
     mine, x = torch.ones(2), stand_in(2)
