@@ -110,6 +110,8 @@ class BoundaryLink:
         self._sent: dict[bytes, int] = {}
         self._known: dict[int, tuple[Outline, tuple[Outline, ...]]] = {}
         self._headers: list[tuple[Any, torch.Tensor]] = []
+        self._awaited = 0
+        self._next_header: tuple[list[comm.Work], torch.Tensor] | None = None
 
     def neighbours(self) -> tuple[int, int]:
         """Ranks of the previous and next stage; -1 (which no group holds) at the ends of the pipeline."""
@@ -136,7 +138,8 @@ class BoundaryLink:
 
     def announce(self, boundary: Boundary) -> None:
         """Sends the header (and a new structure) of a boundary value to the next stage, without waiting."""
-        payload = pickle.dumps((Outline.of(boundary.value()), boundary.outlines))
+        outline = Outline.of_leaves(boundary.leaves, boundary.spec)
+        payload = pickle.dumps((outline, boundary.outlines))
         known = payload in self._sent
         number = self._sent.setdefault(payload, len(self._sent))
         self._post(torch.tensor([number, 0 if known else len(payload)]))
@@ -151,15 +154,34 @@ class BoundaryLink:
         self._headers = [(w, t) for w, t in self._headers if not w.is_completed()]
         self._headers += [(work, tensor) for work in works]
 
+    def await_headers(self, count: int) -> None:
+        """So many boundary values are going to arrive: each header is received while the value before it is in use."""
+        self._awaited = count
+        self._receive_header_ahead()
+
+    def _receive_header_ahead(self) -> None:
+        if self._awaited and self._next_header is None:
+            self._awaited -= 1
+            header = torch.empty(2, dtype=torch.int64)
+            self._next_header = self._start_receiving(header), header
+
     def expect(self) -> Boundary:
-        """Waits for the header of the next boundary value and allocates its tensors."""
-        header = torch.empty(2, dtype=torch.int64)
-        self._receive(header)
+        """Waits for the header of the next boundary value and allocates its tensors.
+
+        Raises:
+            AssertionError: no more values were said to arrive.
+        """
+        assert self._next_header is not None, "await_headers says how many boundary values are to be expected"
+        (works, header), self._next_header = self._next_header, None
+        for work in works:
+            work.wait()
         number, length = header.tolist()
         if length:
             payload = torch.empty(length, dtype=torch.uint8)
-            self._receive(payload)
+            for work in self._start_receiving(payload):
+                work.wait()
             self._known[number] = pickle.loads(payload.numpy().tobytes())
+        self._receive_header_ahead()
         outline, earlier = self._known[number]
         if len(self._known) >= _MAX_KNOWN:
             self._known.clear()
@@ -167,10 +189,9 @@ class BoundaryLink:
         leaves = [self._allocate(leaf) if isinstance(leaf, TensorMeta) else leaf for leaf in outline.leaves]
         return Boundary(leaves, outline.spec, earlier, [meta.requires_grad for meta in metas])
 
-    def _receive(self, tensor: torch.Tensor) -> None:
+    def _start_receiving(self, tensor: torch.Tensor) -> list[comm.Work]:
         assert self.previous is not None, "the first stage has no previous stage to receive from"
-        for work in comm.exchange([comm.SendRecv(tensor, self.previous, send=False)], self.control):
-            work.wait()
+        return comm.exchange([comm.SendRecv(tensor, self.previous, send=False)], self.control)
 
     def _allocate(self, meta: TensorMeta) -> torch.Tensor:
         return torch.empty(meta.shape, dtype=meta.dtype, device=self.device)

@@ -72,6 +72,7 @@ class PipelineRuntime:
         """
         state = _InFlight()
         actions = schedule.actions[self.stage]
+        self.link.await_headers(sum(a.kind is Kind.RECV_FORWARD for a in actions))
         last_backward = next((a for a in reversed(actions) if a.kind is Kind.BACKWARD), None)
         for step in _steps(actions):
             if step[0].kind.is_communication:

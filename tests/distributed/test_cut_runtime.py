@@ -287,6 +287,7 @@ def pass_on(link: BoundaryLink, rank: int, value: Any) -> Boundary:
         for work in works:
             work.wait()
         return sent
+    link.await_headers(1)
     received = link.expect()
     for work in comm.exchange([comm.SendRecv(t, 0, send=False) for t in received.tensors], link.group):
         work.wait()
