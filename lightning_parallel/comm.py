@@ -32,10 +32,12 @@ __all__ = [
     "gather_from_group",
     "gather_objects",
     "gather_sequence",
+    "global_rank",
     "group_rank",
     "group_size",
     "reduce_from_group",
     "reduce_from_group_",
+    "reduce_",
     "reduce_scatter_dim",
     "reduce_scatter_into",
     "reduce_scatter_sequence",
@@ -98,21 +100,52 @@ def all_gather_into(output: Tensor, tensor: Tensor, group: ProcessGroup | None, 
     return gather(output.view(-1), tensor.reshape(-1), group=group, async_op=async_op)
 
 
-def reduce_scatter_into(output: Tensor, tensor: Tensor, group: ProcessGroup | None) -> None:
-    """Sum ``tensor`` (contiguous, one equal slice per rank) over the group; ``output`` receives this rank's slice."""
+def reduce_scatter_into(
+    output: Tensor, tensor: Tensor, group: ProcessGroup | None, async_op: bool = False
+) -> Work | _SumOfSlices | None:
+    """Sum ``tensor`` (contiguous, one equal slice per rank) over the group; ``output`` receives this rank's slice.
+
+    ``output`` may be this rank's slice of ``tensor`` itself. Returns as :func:`all_gather_into` does.
+    """
     if group is None or group.size() == 1:
-        output.copy_(tensor.view_as(output))
-        return
+        if output.data_ptr() != tensor.data_ptr():
+            output.copy_(tensor.view_as(output))
+        return None
     _check_contiguous(output)
     tensor = tensor.contiguous()
     if tensor.device.type == "cpu":
         # Gloo reduce-scatters by a whole all-reduce, or not at all; exchanging slices takes a third of the CPU time.
         received = torch.empty_like(tensor)
-        dist.all_to_all_single(received, tensor, group=group)
-        torch.sum(received.view(group.size(), -1), 0, out=output.view(-1))
-        return
+        work = dist.all_to_all_single(received, tensor, group=group, async_op=async_op)
+        total = _SumOfSlices(work, received.view(group.size(), -1), output.view(-1))
+        return total if async_op else total.wait()
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(output, tensor, group=group)
+    return scatter(output, tensor, group=group, async_op=async_op)
+
+
+class _SumOfSlices:
+    """The second half of a reduce-scatter: adds up what the ranks have sent, once it is there."""
+
+    def __init__(self, work: Work | None, slices: Tensor, output: Tensor) -> None:
+        self.work, self.slices, self.output = work, slices, output
+
+    def wait(self) -> Any:
+        if self.work is not None:
+            self.work.wait()
+        torch.sum(self.slices, 0, out=self.output)
+
+
+def reduce_(tensor: Tensor, rank: int, group: ProcessGroup | None, async_op: bool = False) -> Work | None:
+    """Sum ``tensor`` on the rank with index ``rank`` in the group, in place; the others are left with partial sums."""
+    if group is None or group.size() == 1:
+        return None
+    _check_contiguous(tensor)
+    return dist.reduce(tensor, dst=global_rank(group, rank), group=group, async_op=async_op)
+
+
+def global_rank(group: ProcessGroup | None, rank: int) -> int:
+    """Global rank of the process with index ``rank`` in the group."""
+    return rank if group is None else dist.get_global_rank(group, rank)
 
 
 def broadcast_(tensor: Tensor, src_global: int, group: ProcessGroup | None, async_op: bool = False) -> Work | None:

@@ -1,0 +1,285 @@
+"""Mechanism: the values and gradients of one bucket of parameters, and this rank's share of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel import comm
+from lightning_parallel.comm import ProcessGroup
+from lightning_parallel.zero.shards import BucketLayout
+
+__all__ = ["GradientState", "ShardBucket", "wide_dtype"]
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients are summed and the optimizer works: half precision is widened to float32."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+class GradientState(Enum):
+    """What a bucket holds between and during backward passes, besides the gradients that optimizers see.
+
+    EMPTY -> LOCAL (a gradient arrived) -> REDUCING (`launch`) -> REDUCED (`wait`) -> EMPTY (`deliver`). `clear` leads
+    back to EMPTY from anywhere but REDUCING.
+    """
+
+    EMPTY = "nothing; in stage 2 also no memory for the full gradient"
+    LOCAL = "the sum of this rank's own gradients, in full"
+    REDUCING = "the same, while it is being summed over ranks"
+    REDUCED = "this rank's share of the sum over ranks"
+
+
+class ShardBucket:
+    """Moves parameters into one flat buffer, of which every rank owns a share.
+
+    The optimizer works on `shards`: parameters of their own, views of this rank's share of the values (of a float32
+    copy of it for half precision). The user's parameters stay whole and stay the same objects.
+
+    Args:
+        layout: who owns what.
+        parameters: one for each slot.
+        group: the data-parallel group.
+        keeps_buffer: keep the memory of the full gradient between steps (stage 1).
+        is_replicated: no optimizer updates these parameters: every rank gets their full gradients.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        parameters: Sequence[nn.Parameter],
+        group: ProcessGroup | None,
+        keeps_buffer: bool,
+        is_replicated: bool = False,
+    ) -> None:
+        self.layout = layout
+        self.parameters = list(parameters)
+        self.group = group
+        self.keeps_buffer = keeps_buffer
+        self.is_replicated = is_replicated
+        self.state = GradientState.EMPTY
+        self.filled = [False] * len(self.parameters)
+        self.present = [False] * len(self.parameters)
+        first = self.parameters[0]
+        self.wide = wide_dtype(first.dtype)
+        self.values = torch.zeros(layout.size, dtype=first.dtype, device=first.device)
+        self._start, self._stop = layout.bounds[comm.group_rank(group)]
+        for view, p in zip(self._views(self.values), self.parameters, strict=True):
+            view.copy_(p.detach())
+            p.data = view
+        self.own = self.values[self._start : self._stop]
+        self.master = self.own if first.dtype == self.wide else self.own.to(self.wide)
+        self.pieces = [layout.piece(place, comm.group_rank(group)) for place in range(len(self.parameters))]
+        self.shards = [self._make_shard(place) for place in range(len(self.parameters))]
+        self._buffer: Tensor | None = None
+        self._gradients: list[Tensor] = []
+        self._reduced: Tensor | None = None
+        self._work: Any = None
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        slots = zip(self.layout.slots, self.parameters, strict=True)
+        return [flat[slot.offset : slot.offset + slot.numel].view(p.shape) for slot, p in slots]
+
+    def _make_shard(self, place: int) -> nn.Parameter | None:
+        own = self.own_part(place, self.master)
+        return None if own is None else nn.Parameter(own)
+
+    def own_part(self, place: int, share: Tensor) -> Tensor | None:
+        """Of a tensor over this rank's share, the part of one parameter: flat, or of its shape if it stays whole."""
+        piece = self.pieces[place]
+        if piece is None:
+            return None
+        start = self.layout.slots[place].offset + piece[0] - self._start
+        return self._shaped(place, share[start : start + piece[1] - piece[0]])
+
+    def _shaped(self, place: int, part: Tensor) -> Tensor:
+        """Parameters that stay whole, and single numbers, keep their shape; ranges of others are flat."""
+        shape = self.parameters[place].shape
+        return part.view(shape) if self.layout.owner is not None or not shape else part
+
+    def cut(self, place: int, full: Tensor) -> Tensor | None:
+        """Of a tensor of a parameter's shape, what this rank owns, as a copy."""
+        piece = self.pieces[place]
+        if piece is None:
+            return None
+        return self._shaped(place, full.reshape(-1)[piece[0] : piece[1]].clone())
+
+    @property
+    def is_active(self) -> bool:
+        """Whether gradients are wanted for any of the parameters at this moment."""
+        return any(p.requires_grad for p in self.parameters)
+
+    # -------------------------------------------------------------- gradients
+    def add_gradient(self, place: int) -> None:
+        """Adds a parameter's `.grad` to this rank's own sum, and removes it from the parameter.
+
+        Raises:
+            ValueError: the gradient is sparse.
+        """
+        parameter = self.parameters[place]
+        gradient = parameter.grad
+        assert gradient is not None, "only a parameter with a gradient has one to add"
+        if gradient.layout is not torch.strided:
+            raise ValueError(
+                f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, which is not reduced over "
+                "replicas; use sparse=False for embeddings"
+            )
+        if self.state is not GradientState.LOCAL:
+            self._begin()
+        if self.filled[place]:
+            self._gradients[place].add_(gradient)
+        else:
+            self._gradients[place].copy_(gradient)
+        self.filled[place] = True
+        parameter.grad = None
+
+    def _begin(self) -> None:
+        if self.state is not GradientState.EMPTY:
+            raise RuntimeError(
+                f"a gradient arrived in a bucket that holds {self.state.value}; use torch.utils.checkpoint with "
+                "use_reentrant=False for modules that share parameters"
+            )
+        if self._buffer is None:
+            self._use_buffer()
+        elif self.keeps_buffer:  # the last sum may still be in use, and lies where the new one will
+            for shard in self.shards:
+                if shard is not None and shard.grad is not None:
+                    shard.grad = shard.grad.clone()
+        self.state = GradientState.LOCAL
+
+    def _use_buffer(self) -> Tensor:
+        if self._buffer is None:
+            self._buffer = torch.zeros(self.layout.size, dtype=self.wide, device=self.values.device)
+            self._gradients = self._views(self._buffer)
+        return self._buffer
+
+    def launch(self, average: bool) -> None:
+        """Starts the sum over ranks; parameters without a gradient here take part with zeros."""
+        if self.state is GradientState.EMPTY:
+            self._begin()
+        buffer = self._use_buffer()
+        for view, filled in zip(self._gradients, self.filled, strict=True):
+            if not filled:
+                view.zero_()
+        if average:
+            buffer.div_(comm.group_size(self.group))
+        own = buffer[self._start : self._stop]
+        if self.layout.size == 0:
+            self._work = None
+        elif self.layout.owner is not None:
+            self._work = comm.reduce_(buffer, self.layout.owner, self.group, async_op=True)
+        else:
+            own = own if self.keeps_buffer else torch.empty_like(own)
+            self._work = comm.reduce_scatter_into(own, buffer, self.group, async_op=True)
+        self._reduced = own
+        self.present, self.filled = self.filled, [False] * len(self.filled)
+        self.state = GradientState.REDUCING
+
+    def wait(self) -> None:
+        """Waits for the sum; in stage 2 the memory of the full gradient is free afterwards."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if not self.keeps_buffer:
+            self._free()
+        self.state = GradientState.REDUCED
+
+    def _free(self) -> None:
+        self._buffer, self._gradients = None, []
+
+    def deliver(self) -> None:
+        """Hands this rank's share of the sum to the shards, added to what they have."""
+        reduced = self._take_reduced()
+        for place, shard in enumerate(self.shards):
+            if shard is None or not self.present[place]:
+                continue
+            part = self.own_part(place, reduced)
+            shard.grad = part if shard.grad is None or part is None else shard.grad.add_(part)
+
+    def deliver_in_full(self) -> None:
+        """Hands the full sum to the parameters, added to what they have. Collective over the group."""
+        full = torch.zeros_like(self._use_buffer())
+        self._gather(full, self._take_reduced())
+        for view, p, present in zip(self._views(full), self.parameters, self.present, strict=True):
+            if present:
+                gradient = view.to(p.dtype)
+                p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+        if not self.keeps_buffer:
+            self._free()
+
+    def _take_reduced(self) -> Tensor:
+        assert self._reduced is not None, "gradients are delivered once after they were reduced"
+        reduced, self._reduced = self._reduced, None
+        self.state = GradientState.EMPTY
+        return reduced
+
+    def show_local(self) -> None:
+        """Lets parameters show what has accumulated on this rank so far."""
+        for place, p in enumerate(self.parameters):
+            if self.filled[place]:
+                p.grad = self._gradients[place].to(p.dtype)
+
+    def cut_gradients(self) -> None:
+        """Gives the shards their parts of the parameters' full gradients."""
+        for place, shard in enumerate(self.shards):
+            gradient = self.parameters[place].grad
+            if shard is not None:
+                part = None if gradient is None else self.cut(place, gradient)
+                shard.grad = None if part is None else part.to(self.wide)
+
+    def clear(self) -> None:
+        """Forgets gradients that were not delivered."""
+        self.filled = [False] * len(self.filled)
+        self._reduced = None
+        self.state = GradientState.EMPTY
+        if not self.keeps_buffer:
+            self._free()
+
+    # -------------------------------------------------------------- values
+    def accept_changes(self) -> None:
+        """Takes over what somebody wrote into half-precision parameters since the last step."""
+        if self.master is not self.own:
+            changed = self.own != self.master.to(self.own.dtype)
+            self.master.copy_(torch.where(changed, self.own.to(self.wide), self.master))
+
+    def publish(self) -> comm.Work | None:
+        """Sends this rank's share of the values to every rank. Returns a handle to wait for, if there is one."""
+        if self.master is not self.own:
+            self.own.copy_(self.master)
+        return self._gather(self.values, self.own, async_op=True)
+
+    def _gather(self, full: Tensor, own: Tensor, async_op: bool = False) -> comm.Work | None:
+        """Completes a flat tensor over the bucket from every rank's share. Collective over the group."""
+        if self.layout.size == 0:
+            return None
+        if self.layout.owner is None:
+            return comm.all_gather_into(full, own, self.group, async_op)
+        if self.layout.owner == comm.group_rank(self.group):
+            full.copy_(own)
+        return comm.broadcast_(full, comm.global_rank(self.group, self.layout.owner), self.group, async_op)
+
+    def gather_full(self, parts: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
+        """Full tensors of every parameter from this rank's parts of them (None: zeros). Collective over the group."""
+        share = torch.zeros(self.layout.share(comm.group_rank(self.group)), dtype=dtype, device=self.values.device)
+        for place, part in enumerate(parts):
+            own = self.own_part(place, share)
+            if own is not None and part is not None:
+                own.copy_(part)
+        full = torch.zeros(self.layout.size, dtype=dtype, device=self.values.device)
+        self._gather(full, share)
+        return self._views(full)
+
+    def release(self) -> None:
+        """Gives every parameter memory of its own again; float32 copies stay, for checkpoints of the finished run."""
+        for p in self.parameters:
+            p.data = p.data.clone()
+        self.clear()
+        self._free()
+        kept = None if self.master is self.own else self.master
+        self.values = self.own = self.values.new_empty(0)
+        self.master = self.own if kept is None else kept
+        self.shards = [None] * len(self.shards)
