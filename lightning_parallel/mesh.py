@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_parallel.layout import Coordinate, ParallelLayout
 
-__all__ = ["Mesh", "build_mesh"]
+__all__ = ["Mesh", "build_mesh", "world_size"]
 
 
 @dataclass(frozen=True)
@@ -139,3 +139,8 @@ def add_stage_groups(mesh: Mesh, owners: tuple[tuple[int, ...], ...], timeout: t
         mine = _subset(groups, mesh.rank, timeout)
         if mine is not None:
             mesh.stage_pairs[stages] = mine
+
+
+def world_size() -> int:
+    """Number of processes that were started together; 1 as long as none were."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
