@@ -63,6 +63,7 @@ class GradientCompleter:
         self, parameters: Mapping[str, torch.nn.Parameter], tags: Mapping[str, ParameterTag], mesh: Mesh
     ) -> None:
         self.mesh = mesh
+        self.tags = tags
         held = [(tags[n], p) for n, p in sorted(parameters.items())]
         self.partial = [p for tag, p in held if tag.partial_gradient]
         self.replicated = [(p, tag.shard) for tag, p in held if tag.shard is not None and tag.shard.replicated]
@@ -86,6 +87,24 @@ class GradientCompleter:
                 p.grad = gradient
         for stages in sorted(self.shared):
             _sum_present(self.shared[stages], self.mesh.stage_pairs[stages])
+
+    def completed(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        """What `complete` would make of one gradient, as a copy, for a look at it while it is still accumulating.
+
+        Collective over the ranks that hold the parameter.
+
+        Args:
+            name: of a parameter that this stage holds.
+            gradient: the local one; zeros where there is none.
+        """
+        tag, total = self.tags[name], gradient.clone()
+        if self.mesh.tensor is not None and tag.partial_gradient:
+            comm.all_reduce_(total, self.mesh.tensor)
+        if self.mesh.tensor is not None and tag.shard is not None and tag.shard.replicated:
+            sum_over_holders(total, tag.shard, self.mesh.tensor_rank, self.mesh.tensor)
+        if tag.shared:
+            comm.all_reduce_(total, self.mesh.stage_pairs[tag.stages])
+        return total
 
     def hook_every_backward(self) -> list[Any]:
         """Sums the gradient of each backward pass as it arrives instead: right under any accumulation by the user.

@@ -32,6 +32,7 @@ class Mesh:
         control: the same ranks on a host-side (gloo) group, for shapes and other Python values: reading them never
             waits for the device.
         model: every rank of one replica (tensor x pipeline).
+        model_control: the same ranks on a host-side group.
         data_control: the data ranks on a host-side group.
         world_control: every rank on a host-side group.
     """
@@ -46,6 +47,7 @@ class Mesh:
     boundary: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
     model: dist.ProcessGroup | None = None
+    model_control: dist.ProcessGroup | None = None
     data_control: dist.ProcessGroup | None = None
     world_control: dist.ProcessGroup | None = None
     stage_pairs: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
@@ -120,6 +122,7 @@ def build_mesh(layout: ParallelLayout, device: torch.device, timeout: timedelta 
         boundary=_subset(pipelines, rank, timeout),
         control=_subset(pipelines, rank, timeout, backend="gloo"),
         model=_subset(layout.model_groups(), rank, timeout),
+        model_control=_subset(layout.model_groups(), rank, timeout, backend="gloo"),
         data_control=_subset(layout.data_groups(), rank, timeout, backend="gloo"),
         world_control=_subset((tuple(range(world_size)),), rank, timeout, backend="gloo"),
     )

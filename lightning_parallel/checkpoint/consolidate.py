@@ -103,14 +103,15 @@ class ModelShards:
 
     def full_buffers(self, keep: bool = True) -> dict[str, torch.Tensor]:
         """Every buffer as the stage has it that owns it, on the CPU. Collective over the replica."""
-        full = {}
-        for name, buffer in self.module.named_buffers():
-            value = buffer.detach()
-            if self.mesh.pipeline is not None:
-                value = value.to(self.mesh.device).contiguous().clone()
-                comm.broadcast_(value, self.mesh.rank_of_stage(self._stage_of(name)), self.mesh.pipeline)
-            full[name] = on_cpu(value, keep)
-        return full
+        return {name: on_cpu(self.gather_buffer(name, b), keep) for name, b in self.module.named_buffers()}
+
+    def gather_buffer(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        """A buffer as the stage has it that owns it. Collective over the replica."""
+        value = local.detach()
+        if self.mesh.pipeline is not None:
+            value = value.to(self.mesh.device).contiguous().clone()
+            comm.broadcast_(value, self.mesh.rank_of_stage(self._stage_of(name)), self.mesh.pipeline)
+        return value
 
     def full_extra_states(self) -> dict[str, Any]:
         """What `get_extra_state` returns on the stage that runs the module, for modules of other stages.
@@ -167,6 +168,12 @@ class ModelShards:
         """Puts whole values where the module keeps its parameters, buffers and extra states; ties stay ties."""
         tensors: list[tuple[dict[str, Any], str, Any]] = []
         local = dict(self.module.named_parameters())
+        added = [name for name in local if name not in self.keys]
+        if added:
+            raise RuntimeError(
+                f"{len(added)} parameters ({added[0]}, ...) were added to the module after it was split; add them in "
+                "__init__ or configure_model, or keep the module they belong to outside of the LightningModule"
+            )
         stand_ins: dict[int, torch.Tensor] = {}
         for name, p in local.items():
             full = parameters[self.keys[name]]

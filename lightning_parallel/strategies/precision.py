@@ -29,7 +29,8 @@ class _SpanningPrecision:
         if clip.__func__ is MixedPrecision.clip_gradients:
             # It refuses optimizers that unscale by themselves, but their gradients are unscaled by now.
             clip = super(MixedPrecision, self).clip_gradients  # type: ignore[misc]
-        clip(optimizer, *args, **kwargs)
+        with self._span.hidden():
+            clip(optimizer, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
         def noted() -> Any:

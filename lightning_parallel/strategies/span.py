@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ class ModelSpan:
         self.names = names
         self.non_finite = non_finite
         self.skipped_steps = 0
+        self.hidden: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Around what works on this rank's part although a hook, which sees the whole model, may have asked for it."""
 
     # -------------------------------------------------------------- norms
     def total_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:

@@ -59,7 +59,7 @@ class Worker:
         self.stacks = folder / "stacks.txt"
         self.output = folder / "output.txt"
         self.connection, theirs = Pipe()
-        with theirs, self.output.open("wb") as output:
+        with theirs, self.output.open("ab") as output:  # appended, because each call truncates the file
             # A session of its own makes the worker and whatever it starts one process group, killed as one.
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.harness.worker", str(theirs.fileno()), str(self.stacks)],

@@ -1,0 +1,88 @@
+"""Glue: lets the user's hooks see the whole model while ranks hold parts of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial, update_wrapper
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelSummary
+
+from lightning_parallel.strategies import _compat
+from lightning_parallel.strategies.whole_view import WholeView
+
+__all__ = ["show_in_hooks"]
+
+# Failed ranks run it alone; data hooks run for every batch and have no business with weights.
+_LEFT_ALONE = frozenset({"on_exception", "on_before_batch_transfer", "on_after_batch_transfer"})
+_MORE = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
+_KNOWS_PARTS = frozenset({"lightning", "pytorch_lightning", "lightning_parallel"})
+
+
+def show_in_hooks(trainer: Trainer, view: WholeView) -> Callable[[], None]:
+    """Shows the whole model in every hook that the user wrote, in the module and in callbacks.
+
+    Lightning's own callbacks work on the parts, as they did before.
+
+    Returns:
+        A function that undoes it.
+    """
+    undo: list[Callable[[], None]] = []
+    holders = {id(holder) for holder, _, _ in _compat.module_copies(trainer)}
+    for owner in (trainer.lightning_module, *_compat.callbacks_of(trainer)):
+        if id(owner) in holders or id(getattr(owner, "_average_model", None)) in holders:
+            continue  # averages the parts
+        for name in _hooks_of(owner):
+            own = vars(owner).get(name)
+            undo.append(partial(delattr, owner, name) if own is None else partial(setattr, owner, name, own))
+            setattr(owner, name, _InWholeView(getattr(owner, name), view))
+
+    def undo_all() -> None:
+        for step in reversed(undo):
+            step()
+        undo.clear()
+
+    return undo_all
+
+
+def _hooks_of(owner: Any) -> Iterator[str]:
+    kind: type = LightningModule if isinstance(owner, LightningModule) else Callback
+    names = [name for name in dir(kind) if name.startswith("on_") and name not in _LEFT_ALONE]
+    for name in names + [name for name in _MORE if hasattr(kind, name)]:
+        hook = getattr(owner, name)
+        if callable(hook) and _sees_whole(owner, name, hook):
+            yield name
+
+
+def _sees_whole(owner: Any, name: str, hook: Any) -> bool:
+    """Whether a hook is the user's, or counts parameters."""
+    if isinstance(owner, ModelSummary) and name == "on_fit_start":
+        return True
+    function = inspect.unwrap(hook)
+    function = getattr(function, "__func__", function)
+    return str(getattr(function, "__module__", "")).partition(".")[0] not in _KNOWS_PARTS
+
+
+class _InWholeView:
+    """A hook that runs while the whole model is shown. Copies and pickles as the hook itself."""
+
+    def __init__(self, hook: Callable[..., Any], view: WholeView) -> None:
+        update_wrapper(self, hook)
+        self.hook = hook
+        self.view = view
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.view.shown():
+            return self.hook(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return self.hook
+
+    def __reduce__(self) -> Any:
+        return _itself, (self.hook,)
+
+
+def _itself(hook: Callable[..., Any]) -> Callable[..., Any]:
+    return hook

@@ -1,0 +1,251 @@
+"""Glue: shows the plain model's whole parameters, gradients and buffers to user code that runs between steps.
+
+Inside of a step a rank computes with its part. A hook that reads `p.grad.norm()` or clamps `p.data` means the whole, so
+while user hooks run, the module's registries and the optimizers' groups hold stand-ins that are gathered when they are
+read and written through when they are changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_parallel import comm
+from lightning_parallel.gradient_sync import GradientCompleter
+from lightning_parallel.strategies.partition import Partition
+from lightning_parallel.whole.reads import ServedReads
+from lightning_parallel.whole.tensor import WholeParameter, WholeTensor
+
+__all__ = ["WholeView"]
+
+
+class _Weights:
+    """Values of one parameter, in `local` on this rank."""
+
+    def __init__(self, view: WholeView, name: str, local: Tensor) -> None:
+        self.view, self.name, self.local = view, name, local
+        self.number = view.reads.register(self.gather)
+
+    def gather(self) -> Tensor:
+        shards = self.view.partition.shards
+        held = self.local.detach() if shards.holds(self.name) else None
+        return _own(shards.gather(self.name, held, self.local.dtype), held)
+
+    def read(self) -> Tensor:
+        return self.view.reads.fetch(self.number)
+
+    @torch.no_grad()
+    def write(self, whole: Tensor) -> None:
+        self.view.reads.note_write(self.name)
+        shards = self.view.partition.shards
+        if shards.holds(self.name):
+            self.local.detach().copy_(shards.slice(self.name, whole))
+
+    def copy(self) -> _Weights:
+        return _Weights(self.view, self.name, self.local.detach().clone())
+
+
+class _Gradient:
+    """Gradient of one parameter; `local` holds this rank's part of it."""
+
+    def __init__(self, view: WholeView, name: str, local: Tensor) -> None:
+        self.view, self.name, self.local = view, name, local
+        self.number = view.reads.register(self.gather)
+
+    def gather(self) -> Tensor:
+        shards, gradient = self.view.partition.shards, self.local.grad
+        held = None
+        if shards.holds(self.name):
+            held = torch.zeros_like(self.local) if gradient is None else gradient
+            held = self.view.completer.completed(self.name, held) if self.view.accumulating else held
+        dtype = self.local.dtype if gradient is None else gradient.dtype
+        return _own(shards.gather(self.name, held, dtype), held)
+
+    def get(self) -> Tensor | None:
+        if self.local.grad is None and not self.view.reads.is_open:
+            return None  # `zero_grad` looks at copies that a hook made
+        if not self.view.has_gradient(self.name):
+            return None
+        return WholeTensor(self, self.view.outline(self.name, self.local.dtype), self.local.device)
+
+    def set(self, gradient: Tensor | None) -> None:
+        if gradient is None and not self.view.reads.is_open:
+            self.local.grad = None
+            return
+        if isinstance(gradient, WholeTensor) and gradient._value is self and not gradient._steps:
+            return
+        whole = gradient._whole() if isinstance(gradient, WholeTensor) else gradient
+        self.view.note_gradient(self.name, whole is not None)
+        self._take(whole)
+
+    def read(self) -> Tensor:
+        return self.view.reads.fetch(self.number)
+
+    def write(self, whole: Tensor) -> None:
+        self.view.note_gradient(self.name, True)
+        self._take(whole)
+
+    def _take(self, whole: Tensor | None) -> None:
+        if self.view.accumulating and whole is not None:
+            raise RuntimeError(
+                f"the gradient of {self.name} cannot be changed while it is still accumulating; change it in "
+                "on_before_optimizer_step, which runs once it is complete"
+            )
+        self.view.reads.note_write(f"the gradient of {self.name}")
+        shards = self.view.partition.shards
+        if not shards.holds(self.name):
+            return
+        if whole is None:
+            self.local.grad = None
+        elif self.local.grad is None:
+            self.local.grad = shards.slice(self.name, whole).clone()
+        else:
+            self.local.grad.copy_(shards.slice(self.name, whole))
+
+    def copy(self, value: Any = None) -> Any:
+        return _Gradient(self.view, self.name, value.local)
+
+
+class _Buffer:
+    """A buffer, as the stage has it that computes with it."""
+
+    def __init__(self, view: WholeView, name: str, local: Tensor) -> None:
+        self.view, self.name, self.local = view, name, local
+        self.number = view.reads.register(self.gather)
+
+    def gather(self) -> Tensor:
+        return self.view.partition.shards.gather_buffer(self.name, self.local)
+
+    def read(self) -> Tensor:
+        return self.view.reads.fetch(self.number)
+
+    @torch.no_grad()
+    def write(self, whole: Tensor) -> None:
+        self.view.reads.note_write(self.name)
+        self.local.copy_(whole)
+
+    def copy(self) -> _Buffer:
+        return _Buffer(self.view, self.name, self.local.detach().clone())
+
+
+class WholeView:
+    """The whole model of one replica, as user code between steps sees it.
+
+    Args:
+        partition: the split module.
+        completer: completes gradients that are looked at before the end of an accumulation.
+        optimizers: whose groups are shown, too.
+    """
+
+    def __init__(
+        self, partition: Partition, completer: GradientCompleter, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        self.partition = partition
+        self.completer = completer
+        self.optimizers = optimizers
+        self.accumulating = False
+        self.reads = ServedReads(partition.mesh.model_control)
+        self._present = self.reads.register(self._gather_presence)
+        self._presence: dict[str, bool] | None = None
+        self._stand_ins: dict[int, Tensor] = {}  # id of what the step uses -> what hooks see
+        self._locals: dict[int, Tensor] = {}  # id of what hooks see -> what the step uses
+        self._places: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._make_stand_ins()
+
+    # -------------------------------------------------------------- what is shown
+    def outline(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Shape and dtype of a whole parameter, on the meta device."""
+        return torch.empty(self.partition.tags[name].shape, dtype=dtype, device="meta")
+
+    def _make_stand_ins(self) -> None:
+        pipeline = self.partition.mesh.pipeline is not None
+        for name, p in self.partition.module.named_parameters():
+            tag = self.partition.tags[name]
+            if not pipeline and tag.shard is None and not tag.partial_gradient:
+                continue  # every rank has it whole
+            value, gradient = _Weights(self, name, p), _Gradient(self, name, p)
+            outline = self.outline(name, p.dtype)
+            self._stand_ins[id(p)] = WholeParameter.of(value, gradient, outline, p.device, p.requires_grad)
+        for name, buffer in self.partition.module.named_buffers() if pipeline else ():
+            outline = torch.empty_like(buffer, device="meta")
+            self._stand_ins[id(buffer)] = WholeTensor(_Buffer(self, name, buffer), outline, buffer.device)
+        for module in self.partition.module.modules():
+            registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for registry in registries:
+                self._places += [(registry, n, t) for n, t in registry.items() if id(t) in self._stand_ins]
+        self._locals = {id(self._stand_ins[id(tensor)]): tensor for _, _, tensor in self._places}
+
+    def has_gradient(self, name: str) -> bool:
+        """Whether any rank has a gradient of a parameter. All are asked for at once, and once per hook."""
+        if self._presence is None:
+            flags = self.reads.fetch(self._present).tolist()
+            self._presence = dict(zip(self.partition.tags, map(bool, flags), strict=True))
+        return self._presence[name]
+
+    def note_gradient(self, name: str, present: bool) -> None:
+        """A hook set a gradient, or removed it."""
+        if self._presence is not None:
+            self._presence[name] = present
+
+    def _gather_presence(self) -> Tensor:
+        local = self.partition.local_parameters
+        flags = torch.tensor([int(n in local and local[n].grad is not None) for n in self.partition.tags])
+        comm.all_reduce_(flags, self.partition.mesh.model_control, "max")
+        return flags
+
+    # -------------------------------------------------------------- showing and hiding
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """User code inside sees whole values; every rank of the replica enters and leaves. May be nested."""
+        if self.reads.is_open:
+            yield
+            return
+        self._swap(True)
+        self.reads.open()
+        try:
+            yield
+            self.reads.leave()
+        finally:
+            self.reads.close()
+            self._swap(False)
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Inside, parameters are what steps compute with, also if a hook is running. Collective if one is."""
+        if not self.reads.is_open:
+            yield
+            return
+        self.reads.meet()
+        self._swap(False)
+        self.reads.is_open = False
+        try:
+            yield
+        finally:
+            self._swap(True)
+            self.reads.open()
+
+    def meet(self) -> None:
+        """To be called before any collective that a hook may ask for."""
+        self.reads.meet()
+
+    def _swap(self, show: bool) -> None:
+        self._presence = None
+        for registry, leaf, tensor in self._places:
+            stand_in = self._stand_ins[id(tensor)]
+            source, target = (tensor, stand_in) if show else (stand_in, tensor)
+            if registry.get(leaf) is source:
+                registry[leaf] = target
+            if tensor.is_floating_point() and source.requires_grad != target.requires_grad:
+                target.requires_grad_(source.requires_grad)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [(self._stand_ins if show else self._locals).get(id(p), p) for p in group["params"]]
+
+
+def _own(whole: Tensor, held: Tensor | None) -> Tensor:
+    """The whole value without memory in common with the part it was made of."""
+    return whole.clone() if held is not None and whole.data_ptr() == held.data_ptr() else whole.contiguous()

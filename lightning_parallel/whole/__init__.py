@@ -1,0 +1,1 @@
+"""Mechanism: tensors of the plain model, whole, for code that runs between steps on ranks that hold parts of it."""
