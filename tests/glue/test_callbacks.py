@@ -10,8 +10,10 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
+    Callback,
     EarlyStopping,
     EMAWeightAveraging,
+    LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -20,7 +22,21 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 
-from tests.glue.oracle import LAYOUTS, Block, Classifier, Layout, Samples, Site, check, set_by_formula, weights
+from tests.glue.checkpointing import ResumableLoader, SaveAt, read, run_both
+from tests.glue.oracle import (
+    LAYOUTS,
+    PAIRS,
+    Block,
+    Classifier,
+    Layout,
+    Samples,
+    Site,
+    assert_same,
+    check,
+    set_by_formula,
+    weights,
+)
+from tests.glue.training import Record
 from tests.harness import Ranks
 
 TRAINING, VALIDATION = 16, 6
@@ -35,9 +51,15 @@ def fit(site: Site, module: LightningModule, *callbacks: Any, **kwargs: Any) -> 
 class Plateau(Classifier):
     """A learning rate that falls when the validation loss does not."""
 
+    def __init__(self, lr: float = 0.4, patience: int = 0, threshold: float = 0.05) -> None:
+        super().__init__()
+        self.lr, self.patience, self.threshold = lr, patience, threshold
+
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.4)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.05)
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, factor=0.5, patience=self.patience, threshold=self.threshold
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
 
 
@@ -66,27 +88,81 @@ def test_decisions_are_those_of_a_plain_run(ranks: Ranks, layout: Layout) -> Non
     check(ranks, decisions, layout)
 
 
-def averaged(site: Site) -> Any:
-    module = Classifier()
-    fit(site, module, StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2), max_epochs=4)
-    return weights(module)
+def decided_again(site: Site, folder: Path) -> Any:
+    """A run that stops early, and the same run continued where epochs without progress had been counted."""
+
+    def run(source: str | None) -> Any:
+        stopping = EarlyStopping("val_loss", patience=3, min_delta=5e-4)
+        module = Plateau(0.1, 1, 1e-4)
+        saving = SaveAt(folder, {} if source else {(1, None): "counting", (7, 1): "inside"})
+        trainer = site.trainer(max_epochs=12, callbacks=[stopping, saving])
+        training = ResumableLoader(Samples(TRAINING), batch_size=4 // site.replicas)
+        path = None if source is None else folder / f"{source}.ckpt"
+        trainer.fit(module, training, site.loader(Samples(VALIDATION, first=50), 4), ckpt_path=path)
+        trainer.save_checkpoint(folder / f"final-{source}.ckpt")
+        rate = trainer.optimizers[0].param_groups[0]["lr"]
+        return {"stopped": stopping.stopped_epoch, "waited": stopping.wait_count, "rate": rate, "is": weights(module)}
+
+    whole = run(None)
+    assert whole["stopped"] == 8
+    assert whole["rate"] == 0.1 / 4
+    # Around the edge of an epoch Lightning itself leaves out a step of this scheduler when it resumes.
+    return whole, run("counting"), run("inside")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_stochastic_weight_averaging_ends_with_the_average(ranks: Ranks, layout: Layout) -> None:
-    check(ranks, averaged, layout)
+@pytest.mark.parametrize("layout", [*PAIRS, (2, 2, 1)], ids=str)
+def test_decisions_go_on_after_resuming(ranks: Ranks, layout: Layout, tmp_path: Path) -> None:
+    assert len(run_both(ranks, layout, tmp_path, decided_again)) == 5
+    waiting = read(tmp_path / "split" / "inside.ckpt")
+    assert [state["wait_count"] for name, state in waiting["callbacks"].items() if "Stopping" in name] == [1]
+    assert waiting["lr_schedulers"][0]["num_bad_epochs"] == 1
 
 
-def moving_average(site: Site) -> Any:
-    """Validation runs on the average; training goes on with its own weights."""
-    module = Classifier()
-    trainer = fit(site, module, EMAWeightAveraging(decay=0.9), max_epochs=2)
-    return {"val_loss": float(trainer.callback_metrics["val_loss"]), "weights": weights(module)}
+class SavesInside(Callback):
+    """Saves while the average validates and, after the first batch of an epoch, while own weights train."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_validation_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"validating-{trainer.current_epoch}.ckpt")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_f32_moving_average_of_shards_is_that_of_full_weights(ranks: Ranks, layout: Layout) -> None:
-    check(ranks, moving_average, layout)
+def averaged(site: Site, folder: Path, kind: str) -> Any:
+    """Losses of every training batch and validation, the weights at the end, and both again for resumed runs."""
+
+    def run(source: str | None) -> Any:
+        average = EMAWeightAveraging(decay=0.8) if kind == "ema" else StochasticWeightAveraging(0.05, 2)
+        own = [SaveAt(folder, {(0, 1): "early", (2, 1): "inside"}), SavesInside(folder)] if source is None else []
+        module, record, losses = Classifier(), Record(), Losses()
+        trainer = site.trainer(max_epochs=4, callbacks=[average, record, losses, *own])
+        training = ResumableLoader(Samples(TRAINING), batch_size=4 // site.replicas)
+        path = None if source is None else folder / f"{source}.ckpt"
+        trainer.fit(module, training, site.loader(Samples(VALIDATION, first=50), 4), ckpt_path=path)
+        trainer.save_checkpoint(folder / f"final-{source}.ckpt")
+        return {"batches": record.batches, "validation": losses.seen, "weights": weights(module)}
+
+    found = {str(source): run(source) for source in (None, "early", "inside")}
+    for source in ("early", "inside"):
+        assert_same(found[source]["weights"], found["None"]["weights"], source, atol=1e-6)
+    return found
+
+
+class Losses(Callback):
+    """What each validation of a run came to."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_validation_end(self, trainer: Trainer, *args: Any) -> None:
+        self.seen.append(float(trainer.callback_metrics["val_loss"]))
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, (2, 2, 1)], ids=str)
+@pytest.mark.parametrize("kind", ["ema", "swa"])
+def test_averages_of_shards_are_those_of_full_weights(ranks: Ranks, layout: Layout, kind: str, tmp_path: Path) -> None:
+    """Validation sees the average (of "ema"), training its own weights; files hold both; resumed runs go on alike."""
+    assert len(run_both(ranks, layout, tmp_path, averaged, kind)) == 9
 
 
 class WithBackbone(LightningModule):
@@ -134,13 +210,41 @@ class Searched(Classifier):
 
 
 def searched(site: Site) -> Any:
+    """The curve, the suggestion, and all that must be as before the search; then a run with the found rate."""
     module = Searched()
-    trainer = site.trainer(max_epochs=1)
-    finder = Tuner(trainer).lr_find(module, site.loader(Samples(40), 4), num_training=8, min_lr=1e-4, max_lr=0.5)
+    loader = site.loader(Samples(40), 4)
+    trainer = site.trainer(max_epochs=1, callbacks=[watching := Record()])
+    before = weights(module)
+    finder = Tuner(trainer).lr_find(module, loader, num_training=8, min_lr=1e-4, max_lr=0.5, update_attr=True)
     assert finder is not None
-    return {"losses": [float(x) for x in finder.results["loss"]], "rates": finder.results["lr"]}
+    assert_same(weights(module), before, "weights after the search", atol=0)
+    state = {
+        "steps": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "limit": trainer.max_steps,
+        "seen": len(watching.batches),
+        "stops": trainer.should_stop,
+        "rate": module.lr,
+    }
+    losses, rates = [float(x) for x in finder.results["loss"]], finder.results["lr"]
+    trainer.fit(module, loader)
+    curve = {"losses": losses, "rates": rates, "suggestion": finder.suggestion(skip_begin=1, skip_end=1)}
+    return {**curve, **state, "batches": watching.batches, "weights": weights(module)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=str)
-def test_learning_rate_search_sees_the_same_curve(ranks: Ranks, layout: Layout) -> None:
+@pytest.mark.parametrize("layout", [*PAIRS, (2, 2, 1)], ids=str)
+def test_learning_rate_search_finds_the_same_and_leaves_no_trace(ranks: Ranks, layout: Layout) -> None:
     check(ranks, searched, layout, timeout=90)
+
+
+def searched_at_start(site: Site) -> Any:
+    """The callback searches after the module was split and optimizers were made, and training follows at once."""
+    finder = LearningRateFinder(min_lr=1e-4, max_lr=0.5, num_training_steps=8)
+    module, record = Searched(), Record()
+    trainer = fit(site, module, finder, record, max_epochs=1)
+    return {"rate": module.lr, "steps": trainer.global_step, "batches": record.batches, "weights": weights(module)}
+
+
+@pytest.mark.parametrize("layout", [(1, 2, 1), (2, 1, 2)], ids=str)
+def test_learning_rate_search_at_the_start_of_a_fit(ranks: Ranks, layout: Layout) -> None:
+    check(ranks, searched_at_start, layout)
