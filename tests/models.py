@@ -396,6 +396,13 @@ class ReadingGPT(ListGPT):
         return super().run(x, ids)
 
 
+class CodedGPT(ListGPT):
+    """Adds a code of as many classes as given to the embedding; its shape is known without looking."""
+
+    def run(self, x: Tensor, ids: Tensor) -> Tensor:
+        return super().run(x + F.one_hot(x.argmax(-1), num_classes=WIDTH), ids)
+
+
 class TrackingGPT(ListGPT):
     """Keeps a running mean of the embedding in a buffer."""
 
@@ -586,6 +593,7 @@ ACCEPTED: dict[str, Callable[[], Task]] = {
     "prefix": PrefixGPT,
     "unpacking": UnpackingGPT,
     "masked": MaskedGPT,
+    "coded": CodedGPT,
     "tuple": TupleGPT,
     "dict": DictGPT,
     "ignored output": IgnoredOutputGPT,

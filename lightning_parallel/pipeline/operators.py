@@ -8,9 +8,18 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
-__all__ = ["FACTORIES", "data_read_by", "operator_name", "takes_shapes_only", "writes", "written_by"]
+__all__ = [
+    "FACTORIES",
+    "OneHotByShape",
+    "data_read_by",
+    "operator_name",
+    "takes_shapes_only",
+    "writes",
+    "written_by",
+]
 
 # Factories take shape and dtype of their argument only: the result is real.
 FACTORIES = frozenset(
@@ -81,11 +90,34 @@ def data_read_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         read: Any = [m for m in args[1] if m is not None and m.dtype in (torch.bool, torch.uint8)]
     elif facts.name == "masked_select":
         read = args[1]
+    elif facts.name == "one_hot" and _classes(args, kwargs) >= 0:
+        return []
     elif facts.reads:
         read = (args, kwargs)
     else:
         return []
     return [leaf for leaf in tree_flatten(read)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _classes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """The number of classes that `one_hot` was given; negative if it has to look for it."""
+    return int(args[1] if len(args) > 1 else kwargs.get("num_classes", -1))
+
+
+class OneHotByShape(TorchFunctionMode):
+    """Computes one-hot codes of a known number of classes without looking at the values.
+
+    On the CPU torch looks at them to check their range, which to whoever follows reads is one like any other.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.one_hot and args and _classes(args, kwargs) >= 0:
+            classes = torch.arange(_classes(args, kwargs), device=args[0].device)
+            return (args[0].unsqueeze(-1) == classes).to(torch.int64)
+        return func(*args, **kwargs)
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from lightning_parallel.pipeline.operators import FACTORIES, data_read_by, operator_name, written_by
+from lightning_parallel.pipeline.operators import FACTORIES, OneHotByShape, data_read_by, operator_name, written_by
 from lightning_parallel.pipeline.outline import Outline
 from lightning_parallel.pipeline.trace import WRITE, BlockUse, StepTrace
 
@@ -187,7 +187,7 @@ def trace_step(
     observer = _Observer(taint, names)
     with torch.no_grad():
         try:
-            with _hooks(root, names, observer), taint:
+            with _hooks(root, names, observer), taint, OneHotByShape():
                 run()
         finally:
             taint.restore()

@@ -59,6 +59,8 @@ OPERATORS: dict[str, Function] = {
     "embedding": lambda x: F.embedding(torch.tensor([[1, 0]]), x),
     "where": lambda x: torch.where(MASK, x, 0.0),
     "einsum": lambda x: torch.einsum("ij,kj->ik", x, torch.ones(4, 3)),
+    "one hot": lambda x: F.one_hot(x.long(), 4),
+    "one hot by name": lambda x: F.one_hot(x.long(), num_classes=4),
 }
 
 
