@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,9 +31,9 @@ from lightning_parallel.strategies.partition import Partition, materialize
 from lightning_parallel.strategies.predictions import PredictionGatherer
 from lightning_parallel.strategies.refusals import note_surroundings, refuse_data, refuse_objects, refuse_options
 from lightning_parallel.strategies.samples import SampleCounter
+from lightning_parallel.strategies.sight import Sight
 from lightning_parallel.strategies.span import ModelSpan
 from lightning_parallel.strategies.steps import StepRunner
-from lightning_parallel.strategies.whole_view import WholeView
 
 __all__ = ["PartitionedStrategy"]
 
@@ -71,8 +71,7 @@ class PartitionedStrategy(DDPStrategy):
         self._trained: Partition | None = None  # what the optimizers were split with
         self._runner: StepRunner | None = None
         self._span: ModelSpan | None = None
-        self._view: WholeView | None = None  # if ranks hold parts of the model
-        self._undo_hooks: Callable[[], None] | None = None
+        self._sight = Sight()
         self._training_samples = SampleCounter(1, 0)
         self._evaluation_samples = SampleCounter(1, 0)
         self._predictions = PredictionGatherer()
@@ -127,16 +126,6 @@ class PartitionedStrategy(DDPStrategy):
             raise RuntimeError("the module is split in setup(), before anything that needs its parts")
         return self._partition
 
-    # -------------------------------------------------------------- what hooks see
-    def _hidden(self) -> AbstractContextManager[None]:
-        """Around what computes with this rank's part, also if a hook that sees the whole model asks for it."""
-        return nullcontext() if self._view is None else self._view.hidden()
-
-    def _meet(self) -> None:
-        """Before a collective that hooks may ask for."""
-        if self._view is not None:
-            self._view.meet()
-
     # -------------------------------------------------------------- processes and data
     def set_world_ranks(self) -> None:
         """Tells the environment who this process is.
@@ -173,7 +162,7 @@ class PartitionedStrategy(DDPStrategy):
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits for every rank of the world."""
-        self._meet()
+        self._sight.meet()
         self._watch.check_collective("a barrier")
         # Lightning installs its own handler after `setup`; the barrier before the first step comes next.
         self._watch.take_sigterm()
@@ -244,13 +233,13 @@ class PartitionedStrategy(DDPStrategy):
     # -------------------------------------------------------------- steps
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the closure and the optimizer on this rank's part."""
-        with self._hidden():
+        with self._sight.hidden():
             return super().optimizer_step(*args, **kwargs)
 
     # -------------------------------------------------------------- reductions
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Rank `src`'s object, on every rank of the world."""
-        self._meet()
+        self._sight.meet()
         return super().broadcast(obj, src)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
@@ -258,7 +247,7 @@ class PartitionedStrategy(DDPStrategy):
 
         This is what `self.log(sync_dist=True)` outside of steps comes to. The argument is left alone.
         """
-        self._meet()
+        self._sight.meet()
         if group is not None or not isinstance(tensor, torch.Tensor):
             return super().reduce(tensor, group, reduce_op)
         if self.mesh.data is None:
@@ -269,7 +258,7 @@ class PartitionedStrategy(DDPStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """A vote of every rank of the world."""
-        self._meet()
+        self._sight.meet()
         vote = torch.tensor(int(decision))
         comm.all_reduce_(vote, self.mesh.world_control, "min" if all else "max")
         return bool(vote)
@@ -279,7 +268,7 @@ class PartitionedStrategy(DDPStrategy):
 
         As everywhere in Lightning, a single one is returned without an additional dimension.
         """
-        self._meet()
+        self._sight.meet()
         if group is not None and group is not self.mesh.world:
             return super().all_gather(tensor, group, sync_grads)
         return tensor if self.mesh.data is None else super().all_gather(tensor, self.mesh.data, sync_grads)
@@ -318,7 +307,7 @@ class PartitionedStrategy(DDPStrategy):
                 )
             return super().lightning_module_state_dict()
         partition = self._split_module()
-        with self._hidden(), metric_states.summed_over_replicas(partition.module, self.mesh.data):
+        with self._sight.hidden(), metric_states.summed_over_replicas(partition.module, self.mesh.data):
             if self.mesh.data_rank != 0:
                 return partition.shards.outline()
             return partition.shards.full_state_dict(keep=self.is_global_zero)
@@ -327,7 +316,7 @@ class PartitionedStrategy(DDPStrategy):
         """Loads a plain checkpoint, before or after the module was split."""
         state = checkpoint["state_dict"]
         if self._is_split:
-            with self._hidden():
+            with self._sight.hidden():
                 self._split_module().shards.load_full_state_dict(state, strict)
         else:
             materialize(self._module(), torch.device("cpu"), given=state)
@@ -339,7 +328,7 @@ class PartitionedStrategy(DDPStrategy):
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         if self._trained is None:
             return optimizer.state_dict()
-        with self._hidden():
+        with self._sight.hidden():
             if self.mesh.data_rank != 0:
                 return outline_optimizer_state(optimizer)
             return full_optimizer_state(self._trained.shards, optimizer, self._trained.names, self.is_global_zero)
@@ -363,9 +352,7 @@ class PartitionedStrategy(DDPStrategy):
         Raises:
             SIGTERMException: a rank received SIGTERM when no step was left to stop at.
         """
-        if self._undo_hooks is not None:
-            self._undo_hooks()
-        self._view, self._undo_hooks = None, None
+        self._sight.close()
         if self._runner is not None:
             self._runner.close()
         if self._is_split and not self._failed:

@@ -29,7 +29,6 @@ from lightning_parallel.strategies.config import (
     check_count,
     check_flag,
 )
-from lightning_parallel.strategies.hooks import show_in_hooks
 from lightning_parallel.strategies.optimizers import refuse_optimizers
 from lightning_parallel.strategies.partition import Partition, make_partition, synchronize_start
 from lightning_parallel.strategies.precision import derive_precision
@@ -38,7 +37,6 @@ from lightning_parallel.strategies.report import report_layout
 from lightning_parallel.strategies.samples import divides_evenly
 from lightning_parallel.strategies.span import ModelSpan
 from lightning_parallel.strategies.steps import StepOptions, StepRunner
-from lightning_parallel.strategies.whole_view import WholeView
 
 __all__ = ["TensorPipelineStrategy"]
 
@@ -190,16 +188,9 @@ class TensorPipelineStrategy(PartitionedStrategy):
         self._runner = self._make_runner(trainer, module, partition)
         partition.split_copies(_compat.module_copies(trainer))
         metric_states.confine_metrics(module, self.mesh.data)
-        if self.mesh.model is not None:
-            self._show_whole(trainer, partition, self._span)
+        self._span.hidden = self._sight.hidden
+        self._sight.open(trainer, partition, self.optimizers)
         report_layout(self.layout, partition, self._runner.options, module)
-
-    def _show_whole(self, trainer: Trainer, partition: Partition, span: ModelSpan) -> None:
-        """Lets hooks see the whole model from now on."""
-        completer = GradientCompleter(partition.local_parameters, partition.tags, self.mesh)
-        self._view = WholeView(partition, completer, self.optimizers)
-        span.hidden = self._view.hidden
-        self._undo_hooks = show_in_hooks(trainer, self._view)
 
     def _make_runner(self, trainer: Trainer, module: LightningModule, partition: Partition) -> StepRunner:
         mesh = self.mesh
@@ -242,7 +233,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
     # -------------------------------------------------------------- steps
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the user's training step; with a pipeline or micro-batches also every backward pass."""
-        with self._hidden():
+        with self._sight.hidden():
             return self._train(args, kwargs)
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -256,7 +247,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
         rest = args[1:]
 
         def call(part: Any) -> Any:
-            with self.precision_plugin.train_step_context():
+            with self._sight.watched("training_step"), self.precision_plugin.train_step_context():
                 return module.training_step(part, *rest, **kwargs)
 
         number = (trainer.fit_loop.total_batch_idx,)
@@ -292,7 +283,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Runs the backward pass between Lightning's hooks, or hands out the gradients that the schedule computed."""
-        with self._hidden():
+        with self._sight.hidden():
             return self._backward(closure_loss, optimizer, *args, **kwargs)
 
     def _backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -314,8 +305,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
                 if new is not None:
                     p.grad = new if p.grad is None else new.add_(p.grad)
             self._set_aside = []
-        if self._view is not None:
-            self._view.accumulating = not runner.reduces_now
+        self._sight.note_backward(complete=runner.reduces_now)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -345,11 +335,11 @@ class TensorPipelineStrategy(PartitionedStrategy):
         batch, counts = self._evaluation_samples.keep_real(args[0], loader, loader_idx)
 
         def call(part: Any) -> Any:
-            with context():
+            with self._sight.watched(name), context():
                 return getattr(module, name)(part, *args[1:], **kwargs)
 
         lockstep = divides_evenly(loader, self.layout.data)
-        with self._hidden():
+        with self._sight.hidden():
             return runner.evaluate(call, batch, counts, (name, batch_idx, loader_idx), lockstep)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -361,8 +351,8 @@ class TensorPipelineStrategy(PartitionedStrategy):
         self._predictions.note(args[0], loader, loader_idx, self.layout.data)
 
         def call(part: Any) -> Any:
-            with self.precision_plugin.predict_step_context():
+            with self._sight.watched("predict_step"), self.precision_plugin.predict_step_context():
                 return module.predict_step(part, *args[1:], **kwargs)
 
-        with self._hidden():
+        with self._sight.hidden():
             return runner.predict(call, args[0], ("predict_step", *args[1:]))

@@ -170,7 +170,7 @@ class WholeParameter(WholeTensor):
         self = cls(value, meta, device, requires_grad)
         self._gradient = gradient
         self._is_param = True
-        return self  # type: ignore[return-value]
+        return self
 
     @property
     def grad(self) -> Tensor | None:

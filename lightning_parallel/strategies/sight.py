@@ -1,0 +1,67 @@
+"""Glue: what user code sees of a split model: hooks the whole of it, steps this rank's part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_parallel.gradient_sync import GradientCompleter
+from lightning_parallel.strategies.hooks import show_in_hooks
+from lightning_parallel.strategies.partition import Partition
+from lightning_parallel.strategies.whole_view import WholeView
+from lightning_parallel.tensor_parallel.guard import SplitParameterGuard
+
+__all__ = ["Sight"]
+
+
+class Sight:
+    """Of one run; does nothing where every rank has the whole model."""
+
+    def __init__(self) -> None:
+        self._view: WholeView | None = None  # if ranks hold parts of the model
+        self._guard: SplitParameterGuard | None = None  # if tensor ranks share parameters
+        self._undo: Callable[[], None] | None = None
+
+    def open(self, trainer: Trainer, partition: Partition, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """The module was split: from now on hooks see it whole, and steps are watched."""
+        mesh = partition.mesh
+        if mesh.model is None:
+            return
+        completer = GradientCompleter(partition.local_parameters, partition.tags, mesh)
+        self._view = WholeView(partition, completer, optimizers)
+        self._undo = show_in_hooks(trainer, self._view)
+        if mesh.tensor is not None:
+            parts = {n for n, tag in partition.tags.items() if tag.shard is not None or tag.partial_gradient}
+            names = {id(p): n for n, p in partition.local_parameters.items() if n in parts}
+            self._guard = SplitParameterGuard(partition.module, partition.tensor_plan, names, mesh.layout.tensor)
+
+    def close(self) -> None:
+        """Hooks are the user's again."""
+        if self._undo is not None:
+            self._undo()
+        self._view, self._guard, self._undo = None, None, None
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Around what computes with this rank's part, also if a hook, which sees the whole model, asks for it."""
+        view = nullcontext() if self._view is None else self._view.hidden()
+        guard = nullcontext() if self._guard is None else self._guard.paused()
+        with view, guard:
+            yield
+
+    def watched(self, what: str) -> AbstractContextManager[None]:
+        """Around the user's own step, named by `what`: it must not mistake a part of a parameter for the whole."""
+        return nullcontext() if self._guard is None else self._guard.watching(what)
+
+    def meet(self) -> None:
+        """Before a collective that hooks may ask for."""
+        if self._view is not None:
+            self._view.meet()
+
+    def note_backward(self, complete: bool) -> None:
+        """Whether gradients are final after a backward pass, or go on accumulating."""
+        if self._view is not None:
+            self._view.accumulating = not complete
