@@ -20,8 +20,10 @@ __all__ = ["batch_size", "count_valid_labels", "map_tensors", "merge_outputs", "
 
 # ------------------------------------------------------------------------------------------------ structure
 def _children(value: Any) -> list[Any]:
-    if isinstance(value, PackedSequence):  # its samples are interleaved: not a tuple of rows
+    if isinstance(value, torch.Tensor | PackedSequence):  # samples of the latter are interleaved: not a tuple of rows
         return []
+    if type(value) is tuple or type(value) is list:  # before Mapping, which takes long to find out
+        return list(value)
     if isinstance(value, Mapping):
         return list(value.values())
     if isinstance(value, list | tuple):
@@ -66,9 +68,11 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 def _rows(value: Any) -> int | None:
     """First dimension of a tensor or array; None for anything else."""
+    if isinstance(value, torch.Tensor):
+        return int(value.shape[0]) if value.dim() else None
     shape = getattr(value, "shape", None)
-    if isinstance(value, torch.Tensor) or (isinstance(shape, tuple) and hasattr(value, "__array__")):
-        return int(value.shape[0]) if len(value.shape) else None
+    if isinstance(shape, tuple) and hasattr(value, "__array__"):
+        return int(shape[0]) if shape else None
     return None
 
 
@@ -101,7 +105,11 @@ def _ragged_length(value: Any) -> int | None:
         length = len(child) if _is_ragged(child) else _ragged_length(child)
         if length is not None:
             return length
-    return len(value) if _is_ragged(value) and isinstance(value[0], Mapping) else None
+    return len(value) if _is_list_of_mappings(value) and _is_ragged(value) else None
+
+
+def _is_list_of_mappings(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) > 0 and isinstance(value[0], Mapping)
 
 
 # ------------------------------------------------------------------------------------------------ splitting
@@ -144,7 +152,7 @@ def slice_batch(batch: Any, start: int, stop: int, size: int) -> Any:
     other first dimensions. Everything else (strings, numbers, None) is kept.
     """
     if isinstance(batch, list | tuple) and not isinstance(batch, PackedSequence) and any(_leaf_rows(batch)):
-        is_samples = _is_ragged(batch) and isinstance(batch[0], Mapping) and len(batch) == size
+        is_samples = len(batch) == size and _is_list_of_mappings(batch) and _is_ragged(batch)
         if not is_samples:  # the batch itself is a list of columns, not of samples
             return _rebuild(batch, [_slice(entry, start, stop, size) for entry in batch])
     return _slice(batch, start, stop, size)

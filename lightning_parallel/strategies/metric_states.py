@@ -37,7 +37,26 @@ def _link_groups(module: torch.nn.Module) -> None:
 
 def metrics_of(module: torch.nn.Module) -> dict[str, Metric]:
     """Every torchmetrics object of a module by name."""
+    # Asked several times in each step, and most modules hold none: names are only made for those that do.
+    if not _holds_metric(module):
+        return {}
     return {name: child for name, child in module.named_modules() if isinstance(child, Metric)}
+
+
+def _holds_metric(module: torch.nn.Module) -> bool:
+    pending: list[torch.nn.Module | None] = [module]
+    seen: set[int] = set()
+    kinds: set[type] = set()  # whether a class is an abstract one's takes longer than the whole walk
+    while pending:
+        child = pending.pop()
+        if child is None or id(child) in seen:
+            continue
+        seen.add(id(child))
+        if type(child) not in kinds and isinstance(child, Metric):
+            return True
+        kinds.add(type(child))
+        pending.extend(child._modules.values())
+    return False
 
 
 Marks = dict[str, tuple[int, dict[str, tuple[Any, int]]]]
@@ -84,9 +103,11 @@ def metric_delta(module: torch.nn.Module, before: Marks, also: Collection[str] =
         before: the snapshot.
         also: metrics to include whether or not they were updated.
     """
-    _link_groups(module)
+    metrics = metrics_of(module)
+    if metrics:
+        _link_groups(module)
     delta: dict[str, Any] = {}
-    for name, metric in metrics_of(module).items():
+    for name, metric in metrics.items():
         count, marks = before.get(name, (0, {}))
         same = count == metric._update_count and all(_is_marked(getattr(metric, s), m) for s, m in marks.items())
         if same and name not in also:
@@ -105,7 +126,7 @@ def metric_delta(module: torch.nn.Module, before: Marks, also: Collection[str] =
 
 def set_metric_delta(module: torch.nn.Module, delta: dict[str, Any]) -> None:
     """Applies what `metric_delta` returned on another rank."""
-    metrics = metrics_of(module)
+    metrics = metrics_of(module) if delta else {}
     for name, change in delta.items():
         metric = metrics[name]
         for state, value in change["states"].items():
