@@ -50,13 +50,23 @@ def evaluation_position(trainer: Trainer, name: str, args: tuple[Any, ...]) -> t
     return batch_idx, loader_idx, loaders[loader_idx] if loader_idx < len(loaders) else None
 
 
-def ends_dataloader(trainer: Trainer, batch_idx: int, dataloader_idx: int) -> bool | None:
-    """Whether an evaluation step is the last of its dataloader; None if that cannot be told."""
+def ends_dataloader(trainer: Trainer, batch_idx: int, dataloader_idx: int) -> bool:
+    """Whether an evaluation step is the last of its dataloader.
+
+    Raises:
+        ValueError: that cannot be told, because another dataloader follows and this one has no length.
+    """
     owner = result_owner(trainer)
     limit = _limits(owner)[dataloader_idx]
     if batch_idx + 1 >= limit or bool(owner.batch_progress.is_last_batch):
         return True
-    return False if limit != float("inf") or owner.num_dataloaders == 1 else None
+    if limit == float("inf") and dataloader_idx + 1 < owner.num_dataloaders:
+        raise ValueError(
+            f"evaluation dataloader {dataloader_idx} of {owner.num_dataloaders} has no length, so that the replicas "
+            "cannot tell when to add up what they logged for it. Give its dataset a __len__, put it last, or set "
+            "limit_val_batches (limit_test_batches) to a number"
+        )
+    return False
 
 
 def _limits(owner: Any) -> list[Any]:

@@ -73,11 +73,16 @@ class ReplicaCombiner:
     """Combines a step's loss and logged values over the data replicas in one message of fixed length.
 
     The length does not depend on what was logged, so that replicas which log different keys get an error instead of a
-    hang.
+    hang. Where to look at the keys would make the host wait for the device, they get NaN for every logged value.
+
+    Args:
+        mesh: groups of this rank.
+        looks: whether to look; None: on every device but CUDA.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, looks: bool | None = None) -> None:
         self.mesh = mesh
+        self._looks = mesh.device.type != "cuda" if looks is None else looks
 
     def __call__(
         self, loss: torch.Tensor | None, weight: torch.Tensor, calls: Sequence[LogCall]
@@ -93,7 +98,7 @@ class ReplicaCombiner:
             The loss of the global batch, the sum of weights, and the calls with global values.
 
         Raises:
-            ValueError: more than 127 values were logged, or replicas logged different keys.
+            ValueError: more than 127 values were logged, or replicas logged different keys (see `looks`).
         """
         if self.mesh.data is None:
             return loss, weight, list(calls)
@@ -109,9 +114,12 @@ class ReplicaCombiner:
         key_hash = float(zlib.crc32(repr([(c.fx, c.name, c.reduction) for c in scalars]).encode()) % _HASH_RANGE)
         message[-2], message[-1] = key_hash, key_hash**2
         comm.all_reduce_(message, self.mesh.data)
-        self._check_keys(message, scalars)  # first: replicas with other keys may need no second message
-        extremes = self._extremes(scalars, weight)
+        alike = message[-2] ** 2 == message[-1] * comm.group_size(self.mesh.data)
+        if self._looks and not bool(alike):  # first: replicas with other keys may need no second message
+            self._refuse_keys(scalars)
+        extremes = {slot: torch.where(alike, x, math.nan) for slot, x in self._extremes(scalars, weight).items()}
         total = message[1]
+        message[3:] = torch.where(alike, message[3:], math.nan)
         combined = iter([self._read(message[3 * s : 3 * s + 3], c, extremes.get(s)) for s, c in enumerate(scalars, 1)])
         merged = [next(combined) if c.value is not None else c for c in calls]
         return None if loss is None else message[0] / total, total, merged
@@ -146,19 +154,15 @@ class ReplicaCombiner:
         value = slot[0] / slot[1] if call.reduction == "mean" else slot[0]
         value = value if extreme is None else extreme
         dtype = call.value.dtype if call.value.is_floating_point() else torch.get_default_dtype()
-        size: Any = slot[2].round().to(torch.int64)
+        size: Any = slot[2].nan_to_num(1.0).round().to(torch.int64)
         return LogCall(call.fx, call.name, value.to(dtype), call.weight, size, call.options)
 
-    def _check_keys(self, message: torch.Tensor, calls: Sequence[LogCall]) -> None:
-        if message.is_cuda:
-            return  # looking would make the host wait for the device in every step
-        total, squares = message[-2:].tolist()
-        if total**2 != squares * comm.group_size(self.mesh.data):
-            keys = comm.gather_objects([f"{c.fx}.{c.name}" for c in calls], self.mesh.data_control)
-            raise ValueError(
-                f"replicas logged different values in one step: {keys}. Log the same keys on every rank, or set "
-                "sync_logs=False to keep them apart"
-            )
+    def _refuse_keys(self, calls: Sequence[LogCall]) -> None:
+        keys = comm.gather_objects([f"{c.fx}.{c.name}" for c in calls], self.mesh.data_control)
+        raise ValueError(
+            f"replicas logged different values in one step: {keys}. Log the same keys on every rank, or set "
+            "sync_logs=False to keep them apart"
+        )
 
 
 def _product(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

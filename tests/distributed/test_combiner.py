@@ -21,8 +21,8 @@ LOSSES, WEIGHTS = [1.0, 2.0, 6.0], [2.0, 0.0, 6.0]
 """The second replica only repeats samples of the others."""
 
 
-def combiner(world_size: int) -> ReplicaCombiner:
-    return ReplicaCombiner(build_mesh(ParallelLayout(data=world_size), CPU, timedelta(seconds=15)))
+def combiner(world_size: int, looks: bool | None = None) -> ReplicaCombiner:
+    return ReplicaCombiner(build_mesh(ParallelLayout(data=world_size), CPU, timedelta(seconds=15)), looks)
 
 
 def call(name: str, value: float, weight: float | None = None, size: int = 1, **options: Any) -> LogCall:
@@ -96,6 +96,22 @@ def check_other_keys(rank: int, world_size: int) -> None:
 
 def test_replicas_that_log_other_keys_are_told(ranks: Ranks) -> None:
     ranks(2, check_other_keys)
+
+
+def check_keys_unseen(rank: int, world_size: int) -> None:
+    combine = combiner(world_size, looks=False)
+    mine = [call("a", 1.0)] if rank == 0 else [call("b", 1.0), call("c", 1.0, reduce_fx="sum")]
+    loss, total, found = combine(torch.tensor(LOSSES[rank]), float64(1.0), mine)
+    assert loss is not None
+    assert (float(loss), float(total)) == (1.5, 2.0)
+    assert all(math.isnan(float(c.value)) and c.size == 1 for c in found if c.value is not None)
+    loss, _, found = combine(None, float64(1.0), [call("a", float(rank), size=2), call("b", 1.0, reduce_fx="max")])
+    assert [(float(c.value), int(c.size)) for c in found if c.value is not None] == [(0.5, 4), (1.0, 2)]
+
+
+def test_values_of_other_keys_do_not_pass_for_numbers(ranks: Ranks) -> None:
+    """As on CUDA, where nobody looks."""
+    ranks(2, check_keys_unseen)
 
 
 def check_many(rank: int, world_size: int) -> None:

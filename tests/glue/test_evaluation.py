@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import IterableDataset
 
 from tests.glue.oracle import (
     CLASSES,
@@ -161,6 +163,41 @@ def several_loaders(site: Site) -> Any:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_several_uneven_loaders_and_what_the_user_collects(ranks: Ranks, layout: Layout) -> None:
     check(ranks, several_loaders, layout)
+
+
+class Stream(IterableDataset[Any]):
+    """A replica's samples, without a length."""
+
+    def __init__(self, first: int, step: int) -> None:
+        self.first, self.step = first, step
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = Samples(8)
+        return (samples[index] for index in range(self.first, len(samples), self.step))
+
+
+class Several(Classifier):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.log("loss", self.loss(batch))
+
+
+def streams(site: Site) -> Any:
+    """One may come last, or be limited; else replicas that add up would not know when one ends."""
+    stream = site.loader(Stream(site.rank % site.replicas, site.replicas), 4)
+    sized = site.loader(Samples(10), 4)
+    module = Several()
+    found = [
+        site.trainer().validate(module, [sized, stream], verbose=False),
+        site.trainer(limit_val_batches=2).validate(module, [stream, sized], verbose=False),
+    ]
+    if site.layout is not None:
+        with pytest.raises(ValueError, match="evaluation dataloader 0 of 2 has no length"):
+            site.trainer().validate(module, [stream, sized], verbose=False)
+    return found
+
+
+def test_streams_among_several_loaders(ranks: Ranks) -> None:
+    check(ranks, streams, (1, 1, 2))
 
 
 class Predicts(Classifier):
