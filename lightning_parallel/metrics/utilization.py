@@ -1,0 +1,58 @@
+"""Glue: the share of the devices' peak that the model's own arithmetic reaches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lightning_parallel.mesh import world_size
+from lightning_parallel.metrics.sums import SumsMetric
+
+__all__ = ["ModelFlopsUtilization"]
+
+
+class ModelFlopsUtilization(SumsMetric):
+    """Model FLOPs per second over the peak of all devices (Chowdhery et al. 2022, appendix B).
+
+    FLOPs of a token count once, however many tensor ranks and stages share them; every device counts in the peak.
+
+    Args:
+        flops_per_token: training FLOPs of one token, for example from `lightning_parallel.scaling.TransformerSize`.
+        peak_flops: FLOPs per second that one device can reach in the precision that is used.
+        **kwargs: as for every torchmetrics object.
+
+    >>> mfu = ModelFlopsUtilization(flops_per_token=6e9, peak_flops=1e15)
+    >>> mfu.update(tokens=50_000, seconds=1.0)
+    >>> round(float(mfu.compute()), 6)
+    0.3
+    """
+
+    higher_is_better = True
+
+    def __init__(self, flops_per_token: float, peak_flops: float, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for name, value in (("flops_per_token", flops_per_token), ("peak_flops", peak_flops)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"{name}={value!r} must be a positive number, such as 6e9")
+        self.flops_per_token = float(flops_per_token)
+        self.peak_flops = float(peak_flops)
+        self.add_sum("tokens")
+        self.add_sum("device_seconds")
+
+    def update(self, tokens: Tensor | int, seconds: Tensor | float) -> None:
+        """Counts a stretch of training.
+
+        Args:
+            tokens: tokens of this replica.
+            seconds: how long it took them.
+        """
+        if not isinstance(seconds, Tensor) and not seconds >= 0:
+            raise ValueError(f"seconds={seconds!r} must be a number of at least 0")
+        devices_per_replica = world_size() // self.replicas
+        self.add("tokens", tokens)
+        self.add("device_seconds", seconds * devices_per_replica)
+
+    def compute(self) -> Tensor:
+        """Utilization between 0 and 1, float64; NaN before the first second."""
+        return self.total("tokens") * (self.flops_per_token / self.peak_flops) / self.total("device_seconds")
