@@ -192,4 +192,6 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor:
 
 def _detached(output: Any) -> Any:
     """The output without its graph, whose memory must not outlive the backward pass."""
+    if isinstance(output, torch.Tensor):  # nearly always; walking a tree takes longer
+        return output.detach()
     return tree_map_only(torch.Tensor, torch.Tensor.detach, output)

@@ -38,6 +38,7 @@ def test_measures() -> None:
     assert Target("a", "b", "cpu", {}).by_median(results) == 0.5
     assert Target("a", "b", "overhead", {}).by_minimum(results) == pytest.approx(-1 / 3)
     assert Target("a", "b", "bubble", {}).by_minimum(results) == pytest.approx(0.25)
+    assert Target("a", "b", "at best", {}).by_median(results) == pytest.approx(1.5 * 2 * 8 / 9)
     faster, bubble = Target("a", "b", "faster", {"mid": 1.25}), Target("a", "b", "bubble", {"mid": 0.2})
     assert faster.holds(1.5, "mid") is True
     assert faster.holds(1.2, "mid") is False
