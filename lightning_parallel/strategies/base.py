@@ -103,6 +103,11 @@ class PartitionedStrategy(DDPStrategy):
         return 0 if self._span is None else self._span.skipped_steps
 
     @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, each counted once; 0 before it was split."""
+        return 0 if self._partition is None else sum(tag.numel for tag in self._partition.tags.values())
+
+    @property
     def is_distributed(self) -> bool:
         """Tells Lightning to give each replica its own samples."""
         return True
