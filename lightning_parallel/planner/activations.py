@@ -1,0 +1,66 @@
+"""Pure: bytes that forwards keep for their backwards.
+
+Counted tensor by tensor as autograd saves them, which for a GPT block in 16 bit gives the ``s b h (34 + 5 a s / h)`` of
+Korthikanti et al. 2022, and with tensor and sequence parallelism the forms of their table 2.
+"""
+
+from __future__ import annotations
+
+from lightning_parallel.planner.job import Candidate, TrainingJob
+
+__all__ = ["block_bytes", "boundary_bytes", "logit_bytes", "passing_bytes"]
+
+# Bytes of an element of the score matrix that unfused attention keeps: probabilities, dropout mask, dropped result.
+SCORE_BYTES = 5.0
+# Part of a block's activations that selective recomputation in torch keeps (every other product's output).
+SELECTIVE_KEPT = 0.4
+# Bytes per logit: the logits, and their 32-bit copy, log-probabilities and gradient; fused losses work in place.
+LOGIT_BYTES = {"fused": 8.0, "plain": 10.0}
+
+
+def block_bytes(job: TrainingJob, split: Candidate) -> float:
+    """Bytes that one block keeps per micro-batch on one rank until its backward."""
+    shape, tokens, t = job.shape, split.micro_batch_tokens(job), split.tensor
+    if split.recompute == "full":
+        return tokens * shape.hidden * job.weight_bytes / (t if split.sequence_parallel else 1)
+    kept = tokens * _token_bytes(job, split)
+    scores = split.micro_batch * shape.heads / t * shape.seq**2 / split.context * SCORE_BYTES
+    if job.attention == "eager":
+        return kept + (scores if split.recompute == "none" else 0.0)
+    return kept * (SELECTIVE_KEPT if split.recompute == "selective" and job.kernels == "plain" else 1.0)
+
+
+def _token_bytes(job: TrainingJob, split: Candidate) -> float:
+    """Bytes per token without the scores: inputs of norms and products, and of the MLP's nonlinearity."""
+    shape, width = job.shape, job.weight_bytes
+    dropout_masks = 0.0 if shape.gated else 2.0
+    residual = shape.hidden * (4 * width + dropout_masks) / (split.tensor if split.sequence_parallel else 1)
+    inner = {(False, "plain"): 2, (False, "fused"): 2, (True, "plain"): 4, (True, "fused"): 3}
+    attention = 2 * shape.query_width + 2 * shape.key_value_width
+    return residual + width * (attention + inner[shape.gated, job.kernels] * shape.ffn) / split.tensor
+
+
+def boundary_bytes(job: TrainingJob, split: Candidate) -> float:
+    """Bytes of what a stage received and sent for one micro-batch, kept until its backward."""
+    if split.pipeline == 1:
+        return 0.0
+    sharing = split.tensor if split.sequence_parallel else 1
+    return 2 * split.micro_batch_tokens(job) * job.shape.hidden * job.weight_bytes / sharing
+
+
+def passing_bytes(job: TrainingJob, split: Candidate) -> float:
+    """Bytes that come and go while one block runs backward: gradients of its activations, and what it repeats."""
+    shape, tokens = job.shape, split.micro_batch_tokens(job)
+    inner = shape.ffn * (2 if shape.gated else 1) / split.tensor
+    gradients = tokens * job.weight_bytes * (2 * inner + 4 * shape.hidden)
+    if split.recompute == "none":
+        return gradients
+    whole = tokens * _token_bytes(job, split)
+    if job.attention == "eager":
+        whole += split.micro_batch * shape.heads / split.tensor * shape.seq**2 / split.context * SCORE_BYTES
+    return gradients + whole - min(whole, block_bytes(job, split))
+
+
+def logit_bytes(job: TrainingJob, split: Candidate) -> float:
+    """Bytes of logits and loss of one micro-batch on the last stage."""
+    return split.micro_batch_tokens(job) * job.shape.vocab / split.tensor * LOGIT_BYTES[job.kernels]

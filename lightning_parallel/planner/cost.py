@@ -1,0 +1,182 @@
+"""Pure: seconds of one optimizer step, term by term."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from lightning_parallel.planner.job import Candidate, TrainingJob
+from lightning_parallel.planner.kernels import Kernels, block_kernels, head_kernels, stream
+from lightning_parallel.planner.links import Group, all_gather_seconds, all_reduce_seconds, send_seconds
+from lightning_parallel.planner.stages import blocks_per_stage, stage_parameters
+
+__all__ = ["StepTime", "step_time"]
+
+# Part of the tensor-parallel collectives of a backward that runs beside the products for weight gradients; hand-written
+# layers start them early, autograd runs them in order.
+TENSOR_OVERLAP = {"fused": 0.5, "plain": 0.0}
+# Part of a pass that collectives over data ranks can run beside: the rest waits for the first gradients or weights.
+DATA_OVERLAP = 0.65
+# What the kernels lose, per second of a collective beside them: it takes multiprocessors and memory bandwidth.
+CONTENTION = 0.25
+# Part of a block's attention that the ring of a context group runs beside.
+CONTEXT_OVERLAP = 0.7
+# Part of the sends between stages that a stage waits for in the steady state.
+SEND_EXPOSED = 0.45
+# Selective recomputation beside fused attention repeats every other matrix product in torch, none in Megatron.
+SELECTIVE_PRODUCTS = {"fused": 0.0, "plain": 0.6}
+# Bytes per parameter and micro-batch for adding up gradients: 16-bit gradients are written, read, added to a second
+# buffer and cast; Megatron's products add to the 32-bit buffer themselves.
+GRADIENT_TRAFFIC = {"fused": 1.0, "plain": 16.0}
+# Bytes per parameter of an Adam step: gradient, master weight and two moments in 32 bit, read and written; the norm.
+OPTIMIZER_TRAFFIC = 34.0
+# Idle time of schedules with split backwards as part of that of 1F1B: one third in theory for ZB-H1, none for ZB-H2 and
+# ZB-V; 0.35 to 0.6 and 0 to 0.18 in table 4 of Qi et al. 2024.
+SPLIT_BUBBLE = {"zero-bubble": 0.45, "zb-h2": 0.07, "zb-v": 0.05}
+# Bytes per second that a CPU's Adam moves, and those of an NVMe disk, per GPU: DeepSpeed's CPU Adam and a striped disk.
+CPU_ADAM_BYTES = 12e9
+NVME_BYTES = 3e9
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step on the slowest rank; the terms add up to ``total``.
+
+    ``tensor``, ``data`` and ``pipeline`` are the parts of the collectives and sends that no computation hides.
+    """
+
+    compute: float
+    tensor: float
+    bubble: float
+    data: float
+    pipeline: float
+    optimizer: float
+    offload: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds of the whole step."""
+        return float(sum(getattr(self, field.name) for field in fields(self)))
+
+
+def step_time(job: TrainingJob, split: Candidate) -> StepTime:
+    """Seconds of one step of ``job`` split as ``split``.
+
+    ``T = m t_max + bubble + what stays exposed of the collectives + optimizer``, with ``t_max`` the slowest stage.
+
+    Raises:
+        ValueError: the batch, the heads or the blocks cannot be split that way.
+    """
+    micro_batches = split.micro_batches(job)
+    block, head = block_kernels(job, split), head_kernels(job, split)
+    blocks = blocks_per_stage(job.shape, split)
+    exposed = _tensor_seconds(job, split) + _context_seconds(job, split, block)
+    held = stage_parameters(job.shape, split)
+    adding = GRADIENT_TRAFFIC[job.kernels] / stream(job.cluster.gpu) if micro_batches > 1 else 0.0
+    each = _block_compute(job, split, block)
+    computing = [count * each + weights * adding for count, weights in zip(blocks, held, strict=True)]
+    computing[-1] += head.forward.total + head.backward.total
+    totals = [seconds + count * exposed for seconds, count in zip(computing, blocks, strict=True)]
+    slowest = max(range(len(blocks)), key=totals.__getitem__)
+    # Beside a pipeline, weights stay gathered through the step.
+    gathering = _gather_seconds(job, split, block, max(blocks)) * (micro_batches if split.pipeline == 1 else 1)
+    return StepTime(
+        compute=micro_batches * computing[slowest],
+        tensor=micro_batches * blocks[slowest] * exposed,
+        bubble=_bubble(split, sum(totals) - totals[slowest]),
+        data=gathering + _reduction_seconds(job, split, max(held), computing[slowest]),
+        pipeline=_send_seconds(job, split, micro_batches),
+        **_update_seconds(job, split, max(held)),
+    )
+
+
+def _block_compute(job: TrainingJob, split: Candidate, block: Kernels) -> float:
+    selective = block.selective
+    if job.attention == "flash":
+        selective = SELECTIVE_PRODUCTS[job.kernels] * block.forward.gemm + block.forward.memory
+    repeated = {"none": 0.0, "selective": selective, "full": block.forward.total}[split.recompute]
+    return block.forward.total + block.backward.total + repeated
+
+
+def _tensor_seconds(job: TrainingJob, split: Candidate) -> float:
+    """Two sums over the tensor group forward and two backward, for one block and micro-batch."""
+    if split.tensor == 1:
+        return 0.0
+    size = split.micro_batch_tokens(job) * job.shape.hidden * 2.0
+    group = Group.of(split.tensor, 1, job.cluster.link_domain)
+    if split.sequence_parallel:
+        once = 2 * all_gather_seconds(job.cluster, group, size)
+    else:
+        once = all_reduce_seconds(job.cluster, group, size)
+    passes = 2 if split.recompute == "full" else 1
+    return 2 * once * (passes + 1 - TENSOR_OVERLAP[job.kernels])
+
+
+def _context_seconds(job: TrainingJob, split: Candidate, block: Kernels) -> float:
+    """Keys and values pass around the context group, and with their gradients once more in the backward."""
+    if split.context == 1:
+        return 0.0
+    group = Group.of(split.context, split.tensor, job.cluster.link_domain)
+    tokens = split.micro_batch_tokens(job) * split.context
+    once = all_gather_seconds(job.cluster, group, 4.0 * tokens * job.shape.key_value_width / split.tensor)
+    forward = max(0.0, once - CONTEXT_OVERLAP * block.forward.attention)
+    backward = max(0.0, 2 * once - CONTEXT_OVERLAP * block.backward.attention)
+    return forward + backward + CONTENTION * 2 * once
+
+
+def _bubble(split: Candidate, others: float) -> float:
+    """Idle seconds of the slowest rank: the other stages' micro-batch, once (equal stages: (p - 1) (tF + tB))."""
+    return others * SPLIT_BUBBLE.get(split.schedule, 1.0) / split.virtual_stages
+
+
+def _send_seconds(job: TrainingJob, split: Candidate, micro_batches: int) -> float:
+    if split.pipeline == 1:
+        return 0.0
+    size = split.micro_batch_tokens(job) * job.shape.hidden * 2.0 / (split.tensor if split.sequence_parallel else 1)
+    one = send_seconds(job.cluster, size, across=split.world_size > job.cluster.link_domain)
+    # Interleaved schedules send v times as often, but have other chunks to compute meanwhile.
+    often = split.virtual_stages / 2 if split.virtual_stages > 1 else 1
+    return 2 * one * (split.pipeline - 1 + SEND_EXPOSED * micro_batches * often)
+
+
+def _data_group(job: TrainingJob, split: Candidate) -> Group:
+    return Group.of(split.data * split.context, split.tensor, job.cluster.link_domain)
+
+
+def _gather_seconds(job: TrainingJob, split: Candidate, block: Kernels, blocks: int) -> float:
+    """ZeRO-3, per micro-batch: weights gathered before each pass of a block, gradients scattered after its backward."""
+    if split.zero_stage < 3:
+        return 0.0
+    size = job.shape.local_parameters("block", split.tensor) * 2.0
+    once = all_gather_seconds(job.cluster, _data_group(job, split), size)
+    forward = block.forward.total
+    backward = block.backward.total + (forward if split.recompute == "full" else 0.0)
+    exposed = max(0.0, once - DATA_OVERLAP * forward) + max(0.0, 2 * once - DATA_OVERLAP * backward)
+    beside = min(once, forward) + min(2 * once, backward)
+    return blocks * (exposed + CONTENTION * beside) + 2 * once
+
+
+def _reduction_seconds(job: TrainingJob, split: Candidate, parameters: float, pass_seconds: float) -> float:
+    """Gradients summed over the data ranks once a step, beside the last backward."""
+    group = _data_group(job, split)
+    if group.size == 1 or split.zero_stage == 3:
+        return 0.0
+    gradients = parameters * job.gradient_bytes
+    if split.zero_stage == 0:
+        seconds = all_reduce_seconds(job.cluster, group, gradients)
+    else:
+        seconds = all_gather_seconds(job.cluster, group, gradients)
+        seconds += all_gather_seconds(job.cluster, group, parameters * job.weight_bytes)
+    hidden = DATA_OVERLAP * 0.6 * pass_seconds
+    return max(0.05 * seconds, seconds - hidden)
+
+
+def _update_seconds(job: TrainingJob, split: Candidate, parameters: float) -> dict[str, float]:
+    """The optimizer's pass over its states, on the GPU or on the host with the way there and back."""
+    ranks = split.data * split.context if split.zero_stage else 1
+    share = parameters * job.trainable / ranks
+    if split.offload == "none":
+        return {"optimizer": share * OPTIMIZER_TRAFFIC / stream(job.cluster.gpu), "offload": 0.0}
+    moved = share * (job.gradient_bytes + job.weight_bytes) / (job.cluster.gpu.host_gbps * 1e9)
+    if split.offload == "nvme":
+        moved += share * 2 * (job.master_bytes + job.optimizer_bytes) / NVME_BYTES
+    return {"optimizer": share * OPTIMIZER_TRAFFIC / CPU_ADAM_BYTES, "offload": moved}

@@ -1,0 +1,166 @@
+"""Pure: what is to be trained and how it could be split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_parallel.layout import ParallelLayout, choices_text, divisors
+from lightning_parallel.planner.hardware import PRECISIONS, Cluster
+from lightning_parallel.planner.model_shape import ModelShape
+
+__all__ = [
+    "ATTENTIONS",
+    "KERNELS",
+    "OFFLOADS",
+    "OPTIMIZERS",
+    "RECOMPUTES",
+    "SCHEDULES",
+    "STATES",
+    "Candidate",
+    "TrainingJob",
+]
+
+Recompute = Literal["none", "selective", "full"]
+Offload = Literal["none", "cpu", "nvme"]
+
+RECOMPUTES = ("none", "selective", "full")
+OFFLOADS = ("none", "cpu", "nvme")
+ATTENTIONS = ("flash", "eager")
+KERNELS = ("plain", "fused")
+STATES = ("mixed", "fp32-gradients", "true")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zb-h2", "zb-v")
+# Bytes of optimizer state per parameter in 32 bit.
+OPTIMIZERS = {"adam": 8, "adamw": 8, "adam-8bit": 2, "sgd": 0, "sgd-momentum": 4, "lion": 4}
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """A model, the machines, and everything about the training that no layout changes.
+
+    Attributes:
+        shape: the model; its ``seq`` is the length of a sequence.
+        cluster: the machines.
+        global_batch: sequences per optimizer step.
+        precision: of the matrix products.
+        optimizer: a name of OPTIMIZERS.
+        attention: "flash" never stores the scores, "eager" does.
+        kernels: "plain" for modules of torch, "fused" for hand-written layers such as those of Megatron and NeMo, which
+            read and write the activations less often.
+        states: with 16 bit or less, "mixed" keeps 16-bit weights and gradients beside 32-bit master weights,
+            "fp32-gradients" sums gradients in 32 bit (Megatron), "true" has no master weights.
+        trainable: the part of the parameters that is trained (below 1 for adapters such as LoRA).
+
+    Raises:
+        ValueError: an unknown name, or a number out of range.
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    global_batch: int
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    attention: str = "flash"
+    kernels: str = "plain"
+    states: str = "mixed"
+    trainable: float = 1.0
+
+    def __post_init__(self) -> None:
+        known = {"precision": PRECISIONS, "optimizer": tuple(OPTIMIZERS), "attention": ATTENTIONS, "states": STATES}
+        known["kernels"] = KERNELS
+        for name, names in known.items():
+            if getattr(self, name) not in names:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use {' or '.join(names)}")
+        if self.global_batch < 1:
+            raise ValueError(f"global_batch counts the sequences of a step, at least 1, got {self.global_batch}")
+        if not 0 < self.trainable <= 1:
+            raise ValueError(f"trainable is a part above 0 and up to 1, got {self.trainable}; use 1.0")
+        self.cluster.gpu.peak(self.precision)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether weights are kept in 16 bit."""
+        return self.precision not in ("fp32", "tf32")
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of a weight as the products read it."""
+        return 2.0 if self.narrow else 4.0
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Bytes of a gradient."""
+        return 2.0 if self.narrow and self.states != "fp32-gradients" else 4.0
+
+    @property
+    def master_bytes(self) -> float:
+        """Bytes of the 32-bit copy of a weight that the optimizer updates."""
+        return 4.0 if self.narrow and self.states != "true" else 0.0
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """Bytes of optimizer state per parameter; without master weights it is as wide as the weights."""
+        wide = OPTIMIZERS[self.optimizer]
+        return wide / 2 if self.states == "true" and self.narrow else float(wide)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one optimizer step."""
+        return self.global_batch * self.shape.seq
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to split a job.
+
+    ``context`` splits sequences over ranks; ``zero_stage`` 0 to 3 shards optimizer, gradients and weights over the data
+    ranks; ``virtual_stages`` is the number of model chunks per pipeline rank. ``balance`` spreads the blocks by
+    "parameters", embedding and head included, as the strategies here do, or "even", as Megatron does.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    context: int = 1
+    micro_batch: int = 1
+    zero_stage: int = 0
+    offload: Offload = "none"
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    recompute: Recompute = "none"
+    sequence_parallel: bool = False
+    balance: str = "parameters"
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Ranks as the strategies arrange them; context ranks count as data ranks there."""
+        return ParallelLayout(pipeline=self.pipeline, data=self.data * self.context, tensor=self.tensor)
+
+    @property
+    def world_size(self) -> int:
+        """GPUs that the split uses."""
+        return self.tensor * self.pipeline * self.data * self.context
+
+    @property
+    def model_chunks(self) -> int:
+        """Stages of the pipeline, virtual ones included."""
+        return self.pipeline * self.virtual_stages
+
+    def micro_batches(self, job: TrainingJob) -> int:
+        """Micro-batches of each pipeline in one step.
+
+        Raises:
+            ValueError: the batch does not split evenly; the text names micro-batches that would do.
+        """
+        per_replica, rest = divmod(job.global_batch, self.data)
+        if rest or per_replica % self.micro_batch:
+            fitting = choices_text(divisors(per_replica)) if not rest else "data ranks that divide the batch"
+            raise ValueError(
+                f"a batch of {job.global_batch} sequences over {self.data} data ranks does not split into "
+                f"micro-batches of {self.micro_batch}; use {fitting}"
+            )
+        return per_replica // self.micro_batch
+
+    def micro_batch_tokens(self, job: TrainingJob) -> int:
+        """Tokens of one micro-batch on one rank."""
+        return self.micro_batch * job.shape.seq // self.context

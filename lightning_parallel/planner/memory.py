@@ -1,0 +1,146 @@
+"""Pure: what every pipeline stage of a split keeps in GPU and host memory, term by term.
+
+The states (weights, gradients, master weights, optimizer) are exact: they count the tensors that the code for shards
+and partitions hands to each rank. Activations count what autograd keeps. The rest is estimated and listed apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from lightning_parallel.planner.activations import block_bytes, boundary_bytes, logit_bytes, passing_bytes
+from lightning_parallel.planner.hardware import GIB
+from lightning_parallel.planner.job import Candidate, TrainingJob
+from lightning_parallel.planner.stages import blocks_per_stage, live_blocks, stage_parameters
+
+__all__ = ["EXACT_TERMS", "StageMemory", "host_bytes", "memory_by_stage", "worst_stage"]
+
+EXACT_TERMS = ("weights", "gradients", "master_weights", "optimizer")
+
+# Context, libraries and communicators before the first tensor, and the part of the moving memory that the allocator
+# cannot use.
+CONTEXT_BYTES = 1.5 * GIB
+FRAGMENTATION = 0.05
+# Two buffers for collectives of gradients, of at most this many bytes together.
+BUCKET_BYTES = 1.0 * GIB
+# Blocks whose weights ZeRO-3 holds whole at one time: the running one and the next.
+GATHERED_BLOCKS = 2
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on one rank of one pipeline stage; the terms add up to ``total``."""
+
+    weights: float
+    gradients: float
+    master_weights: float
+    optimizer: float
+    activations: float
+    gathered: float
+    working_set: float
+    logits: float
+    buckets: float
+    overhead: float
+
+    @property
+    def total(self) -> float:
+        """Bytes of all terms."""
+        return float(sum(getattr(self, field.name) for field in fields(self)))
+
+    @property
+    def states(self) -> float:
+        """Bytes of the exact terms."""
+        return float(sum(getattr(self, name) for name in EXACT_TERMS))
+
+    def gib(self) -> dict[str, float]:
+        """Every term and the total in GiB."""
+        terms = {field.name: getattr(self, field.name) / GIB for field in fields(self)}
+        return {"total": self.total / GIB, **terms}
+
+
+def memory_by_stage(job: TrainingJob, split: Candidate) -> tuple[StageMemory, ...]:
+    """Memory of the rank that holds most on every pipeline stage.
+
+    Raises:
+        ValueError: the batch, the heads or the blocks cannot be split that way.
+    """
+    micro_batches = split.micro_batches(job)
+    held = stage_parameters(job.shape, split)
+    blocks = blocks_per_stage(job.shape, split)
+    boundary = boundary_bytes(job, split) * split.virtual_stages
+    block = block_bytes(job, split)
+    kept = [
+        live * block + live / count * boundary
+        for live, count in zip(live_blocks(job.shape, split, micro_batches), blocks, strict=True)
+    ]
+    last = split.pipeline - 1
+    return tuple(_stage(job, split, count, kept[s], last=s == last) for s, count in enumerate(held))
+
+
+def worst_stage(stages: tuple[StageMemory, ...]) -> StageMemory:
+    """The stage that needs most."""
+    return max(stages, key=lambda stage: stage.total)
+
+
+def host_bytes(job: TrainingJob, split: Candidate, ranks_per_node: int) -> dict[str, float]:
+    """Host memory of one node in bytes: while the model is built, and for what is offloaded; disk for NVMe.
+
+    Each process starts with the weights of its own stage in 32 bit; offloaded states are pinned.
+    """
+    parameters = max(stage_parameters(job.shape, split))
+    states = _offloaded(job, split, parameters)
+    on_host = states if split.offload == "cpu" else 0.0
+    return {
+        "start": ranks_per_node * parameters * 4.0,
+        "offload": ranks_per_node * on_host,
+        "nvme": ranks_per_node * (states if split.offload == "nvme" else 0.0),
+    }
+
+
+def _ranks(split: Candidate, stage: int) -> int:
+    return split.data * split.context if split.zero_stage >= stage else 1
+
+
+def _offloaded(job: TrainingJob, split: Candidate, held: float) -> float:
+    """Bytes of one rank that leave the GPU: optimizer states, gradients from ZeRO stage 2, weights in stage 3."""
+    moved = job.trainable * (job.master_bytes + job.optimizer_bytes) / _ranks(split, 1)
+    if split.zero_stage >= 2:
+        moved += job.trainable * job.gradient_bytes / _ranks(split, 2)
+    if split.zero_stage == 3:
+        moved += job.weight_bytes / _ranks(split, 3)
+    return held * moved
+
+
+def _stage(job: TrainingJob, split: Candidate, held: float, activations: float, *, last: bool) -> StageMemory:
+    trained = held * job.trainable
+    kept = dict.fromkeys(EXACT_TERMS, 1.0)
+    if split.offload != "none":
+        kept.update(master_weights=0.0, optimizer=0.0)
+        kept["gradients"] = float(split.zero_stage < 2)
+        kept["weights"] = float(split.zero_stage < 3)
+    gradients = trained * job.gradient_bytes / _ranks(split, 2)
+    working = passing_bytes(job, split)
+    logits = logit_bytes(job, split) if last else 0.0
+    gathered = 0.0
+    if split.zero_stage == 3 and split.pipeline > 1:
+        # Beside a pipeline, weights stay gathered and gradients whole until the last micro-batch.
+        gathered = held * job.weight_bytes + trained * job.gradient_bytes
+    elif split.zero_stage == 3:
+        block = job.shape.local_parameters("block", split.tensor)
+        ends = max(job.shape.local_parameters(part, split.tensor) for part in ("embedding", "head"))
+        # The whole block is gathered, not its largest matrix; its gradients are whole until they are scattered.
+        gathered = max(GATHERED_BLOCKS * block, block + ends) * job.weight_bytes + block * job.gradient_bytes
+    whole = trained * job.gradient_bytes
+    buckets = min(BUCKET_BYTES, whole) if split.data * split.context > 1 else 0.0
+    return StageMemory(
+        weights=kept["weights"] * held * job.weight_bytes / _ranks(split, 3),
+        gradients=kept["gradients"] * gradients,
+        master_weights=kept["master_weights"] * trained * job.master_bytes / _ranks(split, 1),
+        optimizer=kept["optimizer"] * trained * job.optimizer_bytes / _ranks(split, 1),
+        activations=activations,
+        gathered=gathered,
+        working_set=working,
+        logits=logits,
+        buckets=buckets,
+        overhead=CONTEXT_BYTES + FRAGMENTATION * (activations + gathered + working + logits),
+    )

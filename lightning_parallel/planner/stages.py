@@ -1,0 +1,88 @@
+"""Pure: which blocks every pipeline stage runs, and how many micro-batches it keeps, from the code that runs."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from lightning_parallel.pipeline.partition import partition_blocks
+from lightning_parallel.pipeline.schedules import build_schedule
+from lightning_parallel.pipeline.simulate import peak_live_micro_batches
+from lightning_parallel.planner.job import Candidate
+from lightning_parallel.planner.model_shape import ModelShape
+
+__all__ = ["blocks_per_stage", "live_blocks", "live_micro_batches", "stage_parameters"]
+
+
+def blocks_per_stage(shape: ModelShape, split: Candidate) -> tuple[int, ...]:
+    """Blocks of every pipeline rank.
+
+    Raises:
+        ValueError: more stages than blocks.
+    """
+    return _blocks_per_stage(shape, split.pipeline, split.virtual_stages, split.balance)
+
+
+@lru_cache(maxsize=1024)
+def _blocks_per_stage(shape: ModelShape, pipeline: int, virtual_stages: int, balance: str) -> tuple[int, ...]:
+    if virtual_stages > 1 or balance == "even":
+        return _even_blocks(shape.layers, pipeline, virtual_stages)
+    head = shape.head_parameters + (shape.tied_parameters(1) if pipeline > 1 else 0)
+    weights = [shape.block_parameters] * shape.layers
+    bounds = partition_blocks(weights, pipeline, first=shape.embedding_parameters, last=head)
+    return tuple(stop - start for start, stop in bounds)
+
+
+def _even_blocks(layers: int, pipeline: int, virtual_stages: int) -> tuple[int, ...]:
+    """Blocks per rank for ``virtual_stages`` chunks each; uneven blocks count embedding and head as one block each."""
+    chunks = pipeline * virtual_stages
+    ends = 1 if layers % chunks and chunks <= layers + 2 else 0
+    counts = [stop - start for start, stop in partition_blocks([1] * (layers + 2 * ends), chunks)]
+    counts[0] -= ends
+    counts[-1] -= ends
+    return tuple(sum(counts[rank::pipeline]) for rank in range(pipeline))
+
+
+def stage_parameters(shape: ModelShape, split: Candidate) -> tuple[int, ...]:
+    """Parameters that tensor rank 0, which holds most, keeps on every pipeline rank; a tied head lives on both ends."""
+    blocks = blocks_per_stage(shape, split)
+    held = [count * shape.local_parameters("block", split.tensor) for count in blocks]
+    embedding = shape.local_parameters("embedding", split.tensor)
+    held[0] += embedding
+    held[-1] += shape.local_parameters("head", split.tensor)
+    if shape.tied and split.pipeline > 1:
+        held[-1] += shape.tied_parameters(split.tensor)
+    return tuple(held)
+
+
+@lru_cache(maxsize=4096)
+def live_micro_batches(schedule: str, stages: int, micro_batches: int) -> tuple[int, ...]:
+    """Per stage, micro-batches between forward and backward at one time, read off the schedule that runs."""
+    if schedule == "gpipe":
+        return (micro_batches,) * stages
+    # More micro-batches than twice the stages repeat the steady state.
+    return peak_live_micro_batches(build_schedule("1f1b", stages, min(micro_batches, 2 * stages)))
+
+
+def live_blocks(shape: ModelShape, split: Candidate, micro_batches: int) -> tuple[float, ...]:
+    """Per pipeline rank, blocks times micro-batches whose activations it keeps at one time.
+
+    Interleaved (Narayanan et al. 2021): rank r warms up with 2 (p - r - 1) + (v - 1) p passes of a chunk and keeps one
+    more. Zero bubble (Qi et al. 2024): ZB-H2 keeps 2 (p - r) - 1 micro-batches and ZB-V p on every rank.
+    """
+    p, v = split.pipeline, split.virtual_stages
+    blocks = blocks_per_stage(shape, split)
+    if split.schedule in ("gpipe", "1f1b") and v == 1:
+        live = live_micro_batches(split.schedule, p, micro_batches)
+        return tuple(float(b * n) for b, n in zip(blocks, live, strict=True))
+    found = []
+    for rank, held in enumerate(blocks):
+        if split.schedule == "interleaved":
+            passes = min(2 * (p - rank - 1) + (v - 1) * p + 1, micro_batches * v)
+            found.append(held / v * passes)
+        elif split.schedule == "zb-h2":
+            found.append(held * min(2 * (p - rank) - 1, micro_batches))
+        elif split.schedule == "zb-v":
+            found.append(float(held * min(p, micro_batches)))
+        else:
+            found.append(held * min(p - rank, micro_batches))
+    return tuple(map(float, found))

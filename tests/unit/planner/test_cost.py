@@ -1,0 +1,98 @@
+"""Step times: measured collectives, and how each term answers to its cause."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_parallel.pipeline.schedules import build_schedule
+from lightning_parallel.pipeline.simulate import simulate
+from lightning_parallel.planner.cost import step_time
+from lightning_parallel.planner.hardware import Cluster, find_gpu
+from lightning_parallel.planner.job import Candidate, TrainingJob
+from lightning_parallel.planner.kernels import gemm_seconds
+from lightning_parallel.planner.links import Group, all_gather_seconds, all_reduce_seconds
+from lightning_parallel.planner.model_shape import ModelShape
+
+GPT = ModelShape.gpt(48, 8192, 64, vocab=51200)
+CLUSTER = Cluster(find_gpu("a100-80gb"), nodes=8)
+JOB = TrainingJob(GPT, CLUSTER, 256, precision="fp16", kernels="fused")
+BASE = Candidate(tensor=8, pipeline=4, data=2, micro_batch=1)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "nodes", "size", "measured"),
+    [
+        ("a100-80gb", 1, 4 * 2**20, 101.5e-6),
+        ("a100-80gb", 1, 2**30, 8.204e-3),
+        ("h200", 1, 2**33, 31.5e-3),
+        ("b200", 4, 2**22, 430e-6),
+        ("b200", 4, 2**30, 5.75e-3),
+        ("b200", 4, 2**32, 22.05e-3),
+    ],
+)
+def test_measured_all_reduces(gpu: str, nodes: int, size: int, measured: float) -> None:
+    cluster = Cluster(find_gpu(gpu), nodes=nodes)
+    found = all_reduce_seconds(cluster, Group.of(8 * nodes, 1, 8), size)
+    assert found == pytest.approx(measured, rel=0.12)
+
+
+def test_a_group_of_one_costs_nothing() -> None:
+    assert all_gather_seconds(CLUSTER, Group.of(1, 8, 8), 1e9) == 0
+
+
+def test_large_products_reach_the_sustained_share_and_thin_ones_the_memory() -> None:
+    gpu = find_gpu("a100-80gb")
+    large = 2 * 8192**3 / gemm_seconds(gpu, "bf16", 8192, 8192, 8192)
+    assert 0.75 < large / gpu.peak("bf16") < 0.869
+    thin = gemm_seconds(gpu, "bf16", 1, 8192, 8192)
+    assert thin == pytest.approx(2 * 8192**2 / (0.82 * 2039e9), rel=0.01)
+
+
+def test_the_terms_add_up() -> None:
+    time = step_time(JOB, BASE)
+    parts = (time.compute, time.tensor, time.bubble, time.data, time.pipeline, time.optimizer, time.offload)
+    assert time.total == pytest.approx(sum(parts))
+    assert min(parts[:-1]) > 0
+
+
+def test_the_bubble_is_that_of_the_simulated_schedule() -> None:
+    shape = ModelShape.llama(32, 4096, 32, 11008, vocab=1, seq=2048)
+    job = TrainingJob(shape, CLUSTER, 16)
+    time = step_time(job, Candidate(pipeline=4))
+    share = time.bubble / (time.compute + time.bubble)
+    assert share == pytest.approx(simulate(build_schedule("1f1b", 4, 16)).bubble, abs=0.015)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble", "zb-h2", "zb-v"])
+def test_better_schedules_have_smaller_bubbles(schedule: str) -> None:
+    virtual = 3 if schedule == "interleaved" else 1
+    other = replace(BASE, schedule=schedule, virtual_stages=virtual)
+    assert step_time(JOB, other).bubble < 0.7 * step_time(JOB, BASE).bubble
+
+
+@pytest.mark.parametrize(
+    ("change", "term"),
+    [
+        ({"recompute": "full"}, "compute"),
+        ({"recompute": "full"}, "tensor"),
+        ({"data": 1, "tensor": 8, "pipeline": 8}, "bubble"),
+        ({"offload": "cpu"}, "offload"),
+        ({"offload": "cpu"}, "optimizer"),
+    ],
+)
+def test_a_cause_raises_its_term(change: dict, term: str) -> None:
+    assert getattr(step_time(JOB, replace(BASE, **change)), term) > getattr(step_time(JOB, BASE), term)
+
+
+def test_zero_3_is_slow_when_little_is_computed_per_gathered_weight() -> None:
+    job = replace(JOB, cluster=replace(CLUSTER, network_gbit=50), kernels="plain")
+    small = step_time(job, Candidate(data=64, micro_batch=1, zero_stage=3))
+    large = step_time(job, Candidate(data=64, micro_batch=4, zero_stage=3))
+    assert small.data > 2 * large.data
+
+
+def test_full_recomputation_costs_about_a_forward() -> None:
+    ratio = step_time(JOB, replace(BASE, recompute="full")).compute / step_time(JOB, BASE).compute
+    assert ratio == pytest.approx(4 / 3, abs=0.03)
