@@ -11,7 +11,14 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from lightning_parallel.strategies._compat import result_owner
 
-__all__ = ["agree_to_stop", "before_transfer", "ends_dataloader", "evaluation_position", "has_training_data"]
+__all__ = [
+    "agree_to_stop",
+    "before_transfer",
+    "ends_dataloader",
+    "evaluation_position",
+    "has_training_data",
+    "skips_backward",
+]
 
 
 def before_transfer(trainer: Trainer, batch: Any) -> Any:
@@ -22,6 +29,11 @@ def before_transfer(trainer: Trainer, batch: Any) -> Any:
 def has_training_data(trainer: Trainer) -> bool:
     """Whether the run will train at all."""
     return trainer.limit_train_batches != 0
+
+
+def skips_backward(trainer: Trainer) -> bool:
+    """Whether the epoch only runs forward: weight averaging has BatchNorm see the data once more at the end."""
+    return bool(trainer.fit_loop._skip_backward)
 
 
 # ------------------------------------------------------------------------------------------------ where a loop stands
@@ -54,19 +66,18 @@ def ends_dataloader(trainer: Trainer, batch_idx: int, dataloader_idx: int) -> bo
     """Whether an evaluation step is the last of its dataloader.
 
     Raises:
-        ValueError: that cannot be told, because another dataloader follows and this one has no length.
+        ValueError: that cannot be told of every dataloader, because one without a length comes before another.
     """
-    owner = result_owner(trainer)
-    limit = _limits(owner)[dataloader_idx]
-    if batch_idx + 1 >= limit or bool(owner.batch_progress.is_last_batch):
-        return True
-    if limit == float("inf") and dataloader_idx + 1 < owner.num_dataloaders:
+    lengths = trainer.num_test_batches if trainer.testing else trainer.num_val_batches
+    endless = next((index for index, length in enumerate(lengths[:-1]) if length == float("inf")), None)
+    if endless is not None:
         raise ValueError(
-            f"evaluation dataloader {dataloader_idx} of {owner.num_dataloaders} has no length, so that the replicas "
-            "cannot tell when to add up what they logged for it. Give its dataset a __len__, put it last, or set "
-            "limit_val_batches (limit_test_batches) to a number"
+            f"evaluation dataloader {endless} of {len(lengths)} has no length, so that the replicas cannot tell when "
+            "to add up what they logged for it. Give its dataset a __len__, put it last, or set limit_val_batches "
+            "(limit_test_batches) to a number such as 100"
         )
-    return False
+    owner = result_owner(trainer)
+    return batch_idx + 1 >= _limits(owner)[dataloader_idx] or bool(owner.batch_progress.is_last_batch)
 
 
 def _limits(owner: Any) -> list[Any]:

@@ -22,7 +22,7 @@ from lightning_parallel.pipeline.schedules import build_schedule, forward_only_s
 from lightning_parallel.pipeline.share import TreeBroadcast
 from lightning_parallel.random_streams import StepRandom
 from lightning_parallel.strategies import _compat
-from lightning_parallel.strategies._compat_loops import ends_dataloader
+from lightning_parallel.strategies._compat_loops import ends_dataloader, skips_backward
 from lightning_parallel.strategies.logs import LogCall, LogRecorder, combine_calls
 from lightning_parallel.strategies.precision import loss_scale
 from lightning_parallel.strategies.step_state import StepState
@@ -193,6 +193,8 @@ class StepRunner:
         if self.reducer is not None:
             self.reducer.prepare()
         schedule = _schedule(self.options.schedule, self.mesh.layout.pipeline, len(parts))
+        if skips_backward(self.trainer):
+            schedule = _forward_schedule(self.mesh.layout.pipeline, len(parts))
         with (
             _compat.logged_to(self.trainer, walk.recorder) as collection,
             self._state.step(walk.recorder, len(parts), self._synced, counts) as before,

@@ -18,7 +18,12 @@ from lightning_parallel.pipeline.batch import split_batch
 from lightning_parallel.pipeline.runtime import PipelineRuntime
 from lightning_parallel.random_streams import StepRandom
 from lightning_parallel.strategies import _compat, metric_states
-from lightning_parallel.strategies._compat_loops import before_transfer, evaluation_position, has_training_data
+from lightning_parallel.strategies._compat_loops import (
+    before_transfer,
+    evaluation_position,
+    has_training_data,
+    skips_backward,
+)
 from lightning_parallel.strategies.base import PartitionedStrategy
 from lightning_parallel.strategies.config import (
     LossConfig,
@@ -264,7 +269,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
     @staticmethod
     def _starts_window(trainer: Trainer, rest: tuple[Any, ...]) -> bool:
         """Whether Lightning zeroes gradients between this training step and its backward pass."""
-        return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0 and not skips_backward(trainer)
 
     def _put_gradients_aside(self) -> None:
         """The previous step's gradients are still there: `on_before_zero_grad` may look at them."""

@@ -165,6 +165,36 @@ def test_averages_of_shards_are_those_of_full_weights(ranks: Ranks, layout: Layo
     assert len(run_both(ranks, layout, tmp_path, averaged, kind)) == 9
 
 
+class NormalizedBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(super().forward(x))
+
+
+class Normalized(Classifier):
+    """Statistics in every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.blocks = nn.ModuleList(NormalizedBlock() for _ in range(3))
+        set_by_formula(self)
+
+
+def averaged_statistics(site: Site) -> Any:
+    """After the last epoch the averaged weights see the data once more, forward only, for their statistics."""
+    module, record = Normalized(), Record()
+    fit(site, module, StochasticWeightAveraging(0.05, 2), record, max_epochs=3)
+    return {"batches": record.batches, "weights": weights(module)}
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1)], ids=str)
+def test_statistics_of_averaged_weights(ranks: Ranks, layout: Layout) -> None:
+    check(ranks, averaged_statistics, layout, micro_batches=1)
+
+
 class WithBackbone(LightningModule):
     """A backbone that is frozen at first, and a head."""
 

@@ -48,6 +48,7 @@ NAMES: dict[str, str] = {
     **{f"trainer.{loop}._combined_loader": "_compat_loops.py" for loop in LOOPS},
     "trainer.fit_loop._combined_loader._mode": "_compat.py",
     "trainer.fit_loop._data_fetcher": "_compat.py",
+    "trainer.fit_loop._skip_backward": "_compat_loops.py",
     "trainer._logger_connector._current_fx": "_compat.py",
     "trainer._checkpoint_connector._loaded_checkpoint": "_compat.py",
     "trainer._signal_connector.received_sigterm": "_compat.py",

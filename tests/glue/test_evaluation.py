@@ -192,7 +192,8 @@ def streams(site: Site) -> Any:
     ]
     if site.layout is not None:
         with pytest.raises(ValueError, match="evaluation dataloader 0 of 2 has no length"):
-            site.trainer().validate(module, [stream, sized], verbose=False)
+            (trainer := site.trainer()).fit(module, sized, [stream, sized])
+        assert trainer.global_step == 0
     return found
 
 
