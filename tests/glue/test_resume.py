@@ -261,7 +261,8 @@ def test_changing_and_several_optimizers(ranks: Ranks, kind: str, layouts: list[
         # Which point is continued from whose file changes from layout to layout.
         origins = [(own, folders[turn], folders[0])[(turn + place) % 3] for place in range(len(names))]
         sources = [origin / f"{name}.ckpt" for origin, name in zip(origins, names, strict=True)]
-        for rank, results in enumerate(on_layout(ranks, layout, whole_and_continued, own, kind, sources, **options)):
+        found = on_layout(ranks, layout, whole_and_continued, own, kind, sources, timeout=120, **options)
+        for rank, results in enumerate(found):
             assert_same(results, [whole, *parts], f"rank {rank} of {layout} from {origins}")
         for file in own.iterdir():
             assert_same_file(file, folders[0] / file.name)
