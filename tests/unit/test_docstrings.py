@@ -18,7 +18,12 @@ MODULES = [
     "scaling.checks",
     "scaling.flops",
     "scaling.laws",
+    "scaling.meter",
+    "scaling.micro_batches",
+    "scaling.outlook",
+    "scaling.plan",
     "scaling.repeats",
+    "scaling.shapes",
     "scaling.sizing",
     "scaling.surfaces",
 ]

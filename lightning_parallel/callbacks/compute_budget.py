@@ -1,0 +1,102 @@
+"""Glue: stops training when a budget of FLOPs is spent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_parallel.callbacks.counting import BatchCounter
+from lightning_parallel.scaling.checks import BUDGETS, check_range
+from lightning_parallel.scaling.laws import FLOPS_PER_PARAM_AND_TOKEN
+from lightning_parallel.scaling.meter import ROUNDING, ComputeMeter
+
+__all__ = ["ComputeBudget"]
+
+
+class ComputeBudget(Callback):
+    """Counts the FLOPs that training spends and stops before the optimizer step that would exceed the budget.
+
+    All ranks stop after the same step. What a resumed run had spent before counts.
+
+    Args:
+        flops: the budget.
+        flops_per_token: training FLOPs of one token; 6 per parameter of the whole model if None.
+        tokens_fn: tokens of a batch; see `lightning_parallel.callbacks.count_tokens`.
+        checkpoint: file to save when the budget is spent; None saves nothing, `ModelCheckpoint` still does.
+
+    Raises:
+        ValueError: the budget is no number, negative or absurd, or the first step alone exceeds it.
+    """
+
+    def __init__(
+        self,
+        flops: float,
+        flops_per_token: float | None = None,
+        tokens_fn: Callable[[Any], int] | None = None,
+        checkpoint: str | Path | None = None,
+    ) -> None:
+        self.budget = check_range("flops", flops, BUDGETS, "1e18")
+        if flops_per_token is not None:
+            check_range("flops_per_token", flops_per_token, (1.0, 1e18), "6e9")
+        self.flops_per_token = flops_per_token
+        self.checkpoint = None if checkpoint is None else Path(checkpoint)
+        self._counter = BatchCounter(tokens_fn=tokens_fn)
+        self._meter = ComputeMeter(flops_per_token or 0.0, self.budget)
+        self._steps = 0
+
+    @property
+    def spent(self) -> float:
+        """FLOPs spent so far, by all replicas."""
+        return self._meter.flops
+
+    @property
+    def tokens(self) -> float:
+        """Tokens seen so far, by all replicas."""
+        return self._meter.tokens
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Counts the parameters."""
+        if self.flops_per_token is None:
+            self._counter.start(trainer, pl_module)
+            self._meter.flops_per_token = FLOPS_PER_PARAM_AND_TOKEN * self._counter.size
+        self._steps = trainer.global_step
+        if self._meter.tokens and not self._meter.fits_another:
+            trainer.should_stop = True
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Looks at this replica's batch."""
+        self._counter.begin(batch)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After an optimizer step, adds up over replicas what it cost."""
+        self._counter.finish()
+        if trainer.global_step == self._steps:
+            return
+        self._steps = trainer.global_step
+        if self._meter.step(self._counter.take(trainer)[0]):
+            return
+        if self.spent > self.budget * (1 + ROUNDING) and self._meter.tokens == self._meter.last_step:
+            raise ValueError(
+                f"the first optimizer step spent {self.spent:.4g} of {self.budget:.4g} FLOPs; use smaller batches or a "
+                f"budget of at least {self.spent:.4g}"
+            )
+        rank_zero_info(
+            f"ComputeBudget: {self.spent:.6g} of {self.budget:.6g} FLOPs are spent after {self._steps} steps"
+        )
+        trainer.should_stop = True
+        if self.checkpoint is not None:
+            trainer.save_checkpoint(self.checkpoint)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was spent."""
+        return {"tokens": self._meter.tokens, "last_step": self._meter.last_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from what was spent."""
+        self._meter.tokens, self._meter.last_step = state_dict["tokens"], state_dict["last_step"]

@@ -1,0 +1,137 @@
+"""Glue: how many tokens and samples all replicas have seen, each counted once whatever the strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from lightning_parallel import comm
+from lightning_parallel.pipeline.batch import batch_size
+from lightning_parallel.strategies.base import PartitionedStrategy
+
+__all__ = ["BatchCounter", "count_parameters", "count_tokens", "log_interval", "num_replicas", "sum_over_replicas"]
+
+TOKEN_KEYS = ("input_ids", "tokens", "labels")
+
+
+def count_tokens(batch: Any) -> int:
+    """Tokens of a batch: those of its ids, padding included, since padding costs the same arithmetic.
+
+    Args:
+        batch: whole numbers (B, T), a tuple that starts with them, or a mapping with "input_ids", "tokens" or "labels".
+
+    Raises:
+        ValueError: no such tensor; then a function of the batch is needed.
+    """
+    ids = batch
+    if isinstance(batch, Mapping):
+        ids = next((batch[key] for key in TOKEN_KEYS if key in batch), None)
+    elif isinstance(batch, Sequence) and len(batch) > 0:
+        ids = batch[0]
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dim() < 2:
+        raise ValueError(
+            f"cannot tell the number of tokens of a batch of type {type(batch).__name__}; pass a function of the "
+            "batch, for example tokens_fn=lambda batch: batch['input_ids'].numel()"
+        )
+    return ids.numel()
+
+
+def log_interval(trainer: Trainer) -> int:
+    """Optimizer steps between logged values, at least 1."""
+    return max(1, int(getattr(trainer, "log_every_n_steps", 1)))
+
+
+def num_replicas(trainer: Trainer) -> int:
+    """Number of groups of ranks that see samples of their own."""
+    sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) if trainer.world_size > 1 else None
+    return int(sampler["num_replicas"]) if sampler else 1
+
+
+def sum_over_replicas(trainer: Trainer, *values: float) -> list[float]:
+    """Adds whole numbers of every replica up; what the ranks of one replica share counts once. Collective."""
+    if trainer.world_size == 1:
+        return list(values)
+    strategy = trainer.strategy
+    numbers = torch.tensor(values, dtype=torch.float64)
+    if isinstance(strategy, PartitionedStrategy):
+        comm.all_reduce_(numbers, strategy.mesh.data_control)
+        return numbers.tolist()
+    total = strategy.reduce(numbers.to(strategy.root_device), reduce_op="sum")
+    assert isinstance(total, Tensor), "a strategy reduces tensors to tensors"
+    return (total / (trainer.world_size // num_replicas(trainer))).tolist()
+
+
+def whole_size(trainer: Trainer, module: LightningModule) -> int:
+    """Parameters of the whole model while it trains, whatever part of it this rank holds."""
+    strategy = trainer.strategy
+    split = strategy.num_parameters if isinstance(strategy, PartitionedStrategy) else 0
+    return split or count_parameters(module)
+
+
+def count_parameters(module: LightningModule) -> int:
+    """Parameters of a module that is whole.
+
+    Raises:
+        ValueError: the model has none, or its parameters are not materialized.
+    """
+    total = sum(p.numel() for p in module.parameters() if not isinstance(p, torch.nn.UninitializedParameter))
+    if total == 0:
+        raise ValueError(
+            f"{type(module).__name__} has no parameters to count yet; build its layers in __init__ or configure_model, "
+            "or pass params=..."
+        )
+    return total
+
+
+class BatchCounter:
+    """Counts batches of this replica between calls of `take`, and knows the model's size.
+
+    A batch is told when it begins, so that a checkpoint that another callback saves at its end holds it already.
+
+    Args:
+        params: parameters of the whole model; counted if None.
+        tokens_fn: tokens of a batch; `count_tokens` if None.
+    """
+
+    def __init__(self, params: float | None = None, tokens_fn: Callable[[Any], int] | None = None) -> None:
+        if params is not None and not params > 0:
+            raise ValueError(f"params={params!r} must be positive, such as 124e6; leave it out to have them counted")
+        self.params = params
+        self.tokens_fn = tokens_fn or count_tokens
+        self._counted = [0, 0]
+        self._running = [0, 0]
+
+    def start(self, trainer: Trainer, module: LightningModule) -> None:
+        """Counts parameters if the user did not say how many there are."""
+        if self.params is None:
+            self.params = whole_size(trainer, module)
+
+    @property
+    def size(self) -> float:
+        """Parameters of the whole model."""
+        if self.params is None:
+            raise RuntimeError("parameters are counted when training starts")
+        return self.params
+
+    def begin(self, batch: Any) -> None:
+        """A batch of this replica begins; one that began before and did not finish was skipped."""
+        tokens = self.tokens_fn(batch)
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
+            raise ValueError(f"tokens_fn returned {tokens!r}; it must return a whole number of tokens, such as numel()")
+        self._running = [tokens, batch_size(batch) or 0]
+
+    def finish(self) -> None:
+        """The batch was trained on."""
+        self._counted = [a + b for a, b in zip(self._counted, self._running, strict=True)]
+        self._running = [0, 0]
+
+    def take(self, trainer: Trainer) -> tuple[float, float]:
+        """(tokens, samples) of all replicas since the last call, the present batch included. Collective."""
+        self.finish()
+        tokens, samples = sum_over_replicas(trainer, *self._counted)
+        self._counted = [0, 0]
+        return tokens, samples

@@ -1,0 +1,88 @@
+"""Glue: adds a finished run to the table that a law can be fitted to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_parallel.callbacks.counting import BatchCounter
+from lightning_parallel.scaling.laws import FLOPS_PER_PARAM_AND_TOKEN
+from lightning_parallel.scaling.runs import Run, append_run
+
+__all__ = ["ScalingLawRecorder"]
+
+
+class ScalingLawRecorder(Callback):
+    """Appends parameters, tokens, FLOPs and final loss of a run to a CSV file for ``lightning-parallel scaling fit``.
+
+    Written once, by rank 0, when training ends by itself; a run that failed leaves no row.
+
+    Args:
+        path: of the table; it is made if missing.
+        loss: key of the final loss among the logged values, in nats per token.
+        params: parameters of the whole model; counted if None.
+        tokens_fn: tokens of a batch; see `lightning_parallel.callbacks.count_tokens`.
+        flops_per_token: training FLOPs of one token; 6 per parameter of the whole model if None.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        loss: str = "val_loss",
+        params: float | None = None,
+        tokens_fn: Callable[[Any], int] | None = None,
+        flops_per_token: float | None = None,
+    ) -> None:
+        if flops_per_token is not None and not flops_per_token > 0:
+            raise ValueError(f"flops_per_token={flops_per_token!r} must be positive, such as 6e9")
+        self.path = Path(path)
+        self.loss = loss
+        self.flops_per_token = flops_per_token
+        self.tokens = 0.0
+        self.run: Run | None = None
+        self._counter = BatchCounter(params, tokens_fn)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Counts the parameters."""
+        self._counter.start(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Looks at this replica's batch."""
+        self._counter.begin(batch)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts this replica's tokens."""
+        self._counter.finish()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes the row.
+
+        Raises:
+            ValueError: the loss was not logged, or is not a positive number.
+        """
+        self.tokens += self._counter.take(trainer)[0]
+        observed = trainer.callback_metrics.get(self.loss)
+        if not isinstance(observed, torch.Tensor):
+            logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
+            raise ValueError(f"loss={self.loss!r} was not logged, only {logged}; log it or name one of these")
+        per_token = self.flops_per_token or FLOPS_PER_PARAM_AND_TOKEN * self._counter.size
+        self.run = Run(self._counter.size, self.tokens, float(observed), per_token * self.tokens)
+        if trainer.is_global_zero:
+            append_run(self.path, self.run)
+            rank_zero_info(f"ScalingLawRecorder: {self.run} was added to {self.path}")
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Tokens of all replicas go into the checkpoint."""
+        self.tokens += self._counter.take(trainer)[0]
+        checkpoint["callbacks"][self.state_key] = {"tokens": self.tokens}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from the tokens of the checkpoint."""
+        self.tokens = state_dict["tokens"]

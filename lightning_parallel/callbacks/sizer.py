@@ -1,0 +1,151 @@
+"""Glue: chooses the size of a model and the length of its training before the model is built."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_parallel.callbacks.counting import count_parameters
+from lightning_parallel.scaling.plan import SizingGoal, SizingPlan, suggestion
+from lightning_parallel.scaling.shapes import AspectRule, Shape
+
+__all__ = ["ChinchillaSizer"]
+
+SHAPE_NAMES = {"layers": "layers", "width": "width", "heads": "heads"}
+
+
+class ChinchillaSizer(Callback):
+    """Chooses layers, width and heads for a budget, a loss or the data there is, and sets ``max_steps``.
+
+    The module builds its layers in ``configure_model`` from its hyperparameters, which are set before that. Candidates
+    are built on the meta device to count their parameters exactly. A module that is built already keeps its size, and
+    only its tokens are chosen, if ``resize=False``. The choice depends on nothing but the arguments, so it is the same
+    on every rank and on resume; it goes into the module's hyperparameters and into checkpoints. Suggestions for the
+    global batch and the learning rate are printed and kept in ``suggestion``, not applied. A ``max_epochs`` that the
+    user gave still ends the run.
+
+    Args:
+        goal: what is fixed.
+        tokens_per_step: tokens of one optimizer step: sequence length x batch size x accumulation x data replicas.
+        resize: False keeps the model as it is.
+        rule: the aspect-ratio rule, or a function from a number of parameters to hyperparameters.
+        names: hyperparameters that hold ``layers``, ``width`` and ``heads``.
+
+    Raises:
+        ValueError: see the messages; nothing is changed then.
+    """
+
+    def __init__(
+        self,
+        goal: SizingGoal,
+        tokens_per_step: int,
+        resize: bool = True,
+        rule: AspectRule | Callable[[float], Mapping[str, Any]] | None = None,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        if isinstance(tokens_per_step, bool) or not isinstance(tokens_per_step, int) or tokens_per_step < 1:
+            raise ValueError(f"tokens_per_step={tokens_per_step!r} must be a whole number of at least 1, such as 65536")
+        self.names = {**SHAPE_NAMES, **(names or {})}
+        if set(self.names) != set(SHAPE_NAMES):
+            raise ValueError(f"names={dict(names or {})!r} may rename {', '.join(SHAPE_NAMES)} only")
+        self.goal = goal
+        self.tokens_per_step = tokens_per_step
+        self.resize = resize
+        self.rule = rule or AspectRule()
+        self.plan: SizingPlan | None = None
+        self.chosen: dict[str, Any] = {}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Chooses, before the model is built."""
+        if stage != "fit":
+            return
+        if not pl_module.automatic_optimization:
+            raise ValueError(
+                "with manual optimization every optimizer.step() counts as a step, so max_steps cannot be chosen from "
+                "tokens; use automatic optimization, or take the plan from SizingGoal.plan() and set max_steps yourself"
+            )
+        built = any(True for _ in pl_module.parameters())
+        params = self._resized(pl_module, built) if self.resize else self._fixed(pl_module, built)
+        self.plan = self.goal.plan(params, self.tokens_per_step)
+        self._limit_steps(trainer, self.plan.steps)
+        self._announce()
+
+    def _resized(self, module: LightningModule, built: bool) -> int:
+        if built and self.chosen and all(module.hparams.get(name) == size for name, size in self.chosen.items()):
+            return count_parameters(module)  # sized by an earlier fit
+        if built:
+            raise ValueError(
+                f"{type(module).__name__} builds its layers in __init__, so its size cannot be chosen any more; build "
+                "them in configure_model() from self.hparams, or keep the size with resize=False"
+            )
+        if isinstance(self.rule, AspectRule):
+            missing = [name for name in self.names.values() if name not in module.hparams]
+            if missing:
+                raise ValueError(
+                    f"{type(module).__name__} has no hyperparameters {', '.join(missing)}; call save_hyperparameters() "
+                    f"with them in __init__, or pass names, for example names={{'width': 'd_model'}}"
+                )
+            shape, params = self.rule.closest(self.goal.params(), lambda shape: _count(module, self._named(shape)))
+            self.chosen = self._named(shape)
+        else:
+            self.chosen = dict(self.rule(self.goal.params()))
+            params = _count(module, self.chosen)
+        module.save_hyperparameters(self.chosen)
+        return params
+
+    def _fixed(self, module: LightningModule, built: bool) -> int:
+        self.chosen = {}
+        return count_parameters(module) if built else _count(module, {})
+
+    def _named(self, shape: Shape) -> dict[str, Any]:
+        return {self.names[name]: value for name, value in asdict(shape).items()}
+
+    @staticmethod
+    def _limit_steps(trainer: Trainer, steps: int) -> None:
+        if trainer.max_steps not in (-1, steps):
+            raise ValueError(
+                f"the Trainer has max_steps={trainer.max_steps}, but {steps} steps were chosen; leave max_steps out, "
+                f"or set it to {steps}"
+            )
+        trainer.fit_loop.epoch_loop.max_steps = steps
+
+    def _announce(self) -> None:
+        assert self.plan is not None, "announced once the plan exists"
+        sizes = ", ".join(f"{name}={value}" for name, value in self.chosen.items()) or "its size as it is"
+        advice = suggestion(self.plan.flops)
+        rank_zero_info(
+            f"ChinchillaSizer: {self.plan.why}; {sizes}; predicted loss {self.plan.loss:.4f}. For Adam, "
+            f"{advice.batch_tokens:.3g} tokens per step and a learning rate of {advice.learning_rate:.3g} are usual; "
+            f"steps have {self.tokens_per_step} tokens"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plan and the sizes."""
+        return {} if self.plan is None else {"plan": asdict(self.plan), "chosen": dict(self.chosen)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuses to go on with a run that was sized otherwise."""
+        if not state_dict or self.plan is None:
+            return
+        before = (state_dict["chosen"], state_dict["plan"]["steps"])
+        now = (self.chosen, self.plan.steps)
+        if before != now:
+            raise ValueError(
+                f"the checkpoint was sized as {before[0]} for {before[1]} steps, this run as {now[0]} for {now[1]}; "
+                "use the goal and tokens_per_step of the first run"
+            )
+
+
+def _count(module: LightningModule, sizes: Mapping[str, Any]) -> int:
+    """Parameters that the module would have with other hyperparameters, built without memory."""
+    candidate = copy.deepcopy(module)
+    candidate.hparams.update(sizes)
+    with torch.device("meta"):
+        candidate.configure_model()
+    return count_parameters(candidate)
