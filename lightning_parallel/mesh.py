@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ class Mesh:
     world_control: dist.ProcessGroup | None = None
     stage_pairs: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def coordinate(self) -> Coordinate:
         """Coordinate of this rank."""
         return self.layout.coordinate(self.rank)

@@ -77,16 +77,35 @@ class StepRandom:
         self.data_rank = data_rank
         self.stage = stage
         self.device = device
+        self._restores = True
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Restores the surrounding streams once, at the end, for all scopes inside: NumPy's takes long to read and set.
+
+        What is drawn between the scopes, for example by a hook in the backward pass, goes on with the last scope's
+        streams, so that it cannot move the surrounding ones on some stages only.
+        """
+        outside, before = random_state(self.device), self._restores
+        self._restores = False
+        try:
+            yield
+        finally:
+            self._restores = before
+            set_random_state(outside, self.device)
 
     @contextmanager
     def scope(self, *number: int | str) -> Iterator[None]:
         """Streams of one micro-batch of one step, named by `number`; the surrounding streams are restored."""
-        outside = random_state(self.device)
+        restores, self._restores = self._restores, True  # a scope inside this one must come back to it
+        outside = random_state(self.device) if restores else None
         _seed_all(mix_seed(self.seed, self.data_rank, *number), self.device)
         try:
             yield
         finally:
-            set_random_state(outside, self.device)
+            self._restores = restores
+            if outside is not None:
+                set_random_state(outside, self.device)
 
     def enter_blocks(self) -> None:
         """Called before a stage's first block: later stages continue on streams of their own.

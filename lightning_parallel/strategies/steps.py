@@ -122,6 +122,11 @@ class StepRunner:
         assert self.random is not None, "random streams are set before the first step"
         return self.random.scope(*number)
 
+    def _run(self, schedule: Schedule, walk: _Walk) -> list[Any]:
+        assert self.random is not None, "random streams are set before the first step"
+        with self.random.kept():
+            return self.runtime.run(schedule, walk)
+
     def start_backward(self, loss: torch.Tensor) -> None:
         """Backward pass of one micro-batch through the hooks a user may have overridden."""
         plugin = self.trainer.precision_plugin
@@ -199,7 +204,7 @@ class StepRunner:
             _compat.logged_to(self.trainer, walk.recorder) as collection,
             self._state.step(walk.recorder, len(parts), self._synced, counts) as before,
         ):
-            outputs = self.runtime.run(schedule, walk)
+            outputs = self._run(schedule, walk)
         merged: Any = None
         if self.mesh.is_last_stage:
             output, calls = self._merge(outputs, parts, weights, walk.recorder)
@@ -242,7 +247,7 @@ class StepRunner:
             _compat.logged_to(self.trainer, walk.recorder) as collection,
             self._state.step(walk.recorder, len(parts), self._synced and lockstep, counts) as before,
         ):
-            outputs = self.runtime.run(_forward_schedule(self.mesh.layout.pipeline, len(parts)), walk)
+            outputs = self._run(_forward_schedule(self.mesh.layout.pipeline, len(parts)), walk)
         merged: Any = None
         if self.mesh.is_last_stage:
             output, calls = self._merge(outputs, parts, weights, walk.recorder)
@@ -299,7 +304,7 @@ class StepRunner:
         walk = _Walk(self, parts, call)
         walk.number = where
         with self._state.step(walk.recorder, len(parts), False, True) as before:
-            outputs = self.runtime.run(_forward_schedule(self.mesh.layout.pipeline, len(parts)), walk)
+            outputs = self._run(_forward_schedule(self.mesh.layout.pipeline, len(parts)), walk)
         merged: Any = None
         if self.mesh.is_last_stage:
             weights = loss_weights(parts, "samples", True, self.mesh.device)

@@ -45,6 +45,14 @@ class _Weights:
         if shards.holds(self.name):
             self.local.detach().copy_(shards.slice(self.name, whole))
 
+    @property
+    def requires_grad(self) -> bool:
+        return self.local.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.local.requires_grad_(value)
+
     def copy(self) -> _Weights:
         return _Weights(self.view, self.name, self.local.detach().clone())
 
@@ -169,7 +177,7 @@ class WholeView:
                 continue  # every rank has it whole
             value, gradient = _Weights(self, name, p), _Gradient(self, name, p)
             outline = self.outline(name, p.dtype)
-            self._stand_ins[id(p)] = WholeParameter.of(value, gradient, outline, p.device, p.requires_grad)
+            self._stand_ins[id(p)] = WholeParameter.of(value, gradient, outline, p.device)
         for name, buffer in self.partition.module.named_buffers() if pipeline else ():
             outline = torch.empty_like(buffer, device="meta")
             self._stand_ins[id(buffer)] = WholeTensor(_Buffer(self, name, buffer), outline, buffer.device)
@@ -239,8 +247,6 @@ class WholeView:
             source, target = (tensor, stand_in) if show else (stand_in, tensor)
             if registry.get(leaf) is source:
                 registry[leaf] = target
-            if tensor.is_floating_point() and source.requires_grad != target.requires_grad:
-                target.requires_grad_(source.requires_grad)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [(self._stand_ins if show else self._locals).get(id(p), p) for p in group["params"]]

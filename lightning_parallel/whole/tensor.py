@@ -32,6 +32,12 @@ class Value(Protocol):
         """A value of its own, which starts equal."""
 
 
+class Parameter(Value, Protocol):
+    """A value that gradients may be asked for."""
+
+    requires_grad: bool
+
+
 class Gradient(Protocol):
     """The gradient that belongs to a whole parameter."""
 
@@ -41,7 +47,7 @@ class Gradient(Protocol):
     def set(self, gradient: Tensor | None) -> None:
         """Replaces it."""
 
-    def copy(self, value: Value) -> Gradient:
+    def copy(self, value: Parameter) -> Gradient:
         """Of a copied parameter: it starts as None."""
 
 
@@ -160,14 +166,13 @@ class WholeTensor(torch.Tensor):
 class WholeParameter(WholeTensor):
     """A whole tensor that counts as an `nn.Parameter` and has a gradient."""
 
+    _value: Parameter
     _gradient: Gradient
 
     @classmethod
-    def of(
-        cls, value: Value, gradient: Gradient, meta: Tensor, device: torch.device, requires_grad: bool
-    ) -> WholeParameter:
+    def of(cls, value: Parameter, gradient: Gradient, meta: Tensor, device: torch.device) -> WholeParameter:
         """A parameter with the shape of `meta`."""
-        self = cls(value, meta, device, requires_grad)
+        self = cls(value, meta, device, value.requires_grad)
         self._gradient = gradient
         self._is_param = True
         return self
@@ -186,12 +191,26 @@ class WholeParameter(WholeTensor):
             )
         self._gradient.set(new)
 
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether the part that steps compute with is trained."""
+        return self._value.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> WholeParameter:
+        """Freezes or thaws the part that steps compute with."""
+        self._value.requires_grad = requires_grad
+        return super().requires_grad_(requires_grad)  # type: ignore[return-value]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Alone it becomes a whole parameter with data; inside of a module its copy is divided over the ranks too."""
         if not memo:
             return nn.Parameter(self._whole().clone(), self.requires_grad)
         value = self._value.copy()
-        copy = WholeParameter.of(value, self._gradient.copy(value), self._meta, self.device, self.requires_grad)
+        copy = WholeParameter.of(value, self._gradient.copy(value), self._meta, self.device)
         memo[id(self)] = copy
         return copy
 

@@ -27,10 +27,18 @@ MAX_WORKERS = 8
 START_LIMIT = 120.0
 GRACE = 3.0
 """Seconds that the other ranks get to report after the first one has failed."""
+RECOVERY = 6.0
+"""Seconds that a worker gets to leave its group after a call that failed."""
 
 
 class RanksFailed(AssertionError):
-    """A rank raised or died; the text holds every failing rank's traceback."""
+    """A rank raised or died; the text holds every failing rank's traceback.
+
+    Attributes:
+        reported: ranks that came back, with a value or an exception.
+    """
+
+    reported: frozenset[int] = frozenset()
 
 
 class RanksHung(RanksFailed):
@@ -58,6 +66,7 @@ class Worker:
         folder.mkdir(parents=True, exist_ok=True)
         self.stacks = folder / "stacks.txt"
         self.output = folder / "output.txt"
+        self.is_idle = False  # whether it has said so, and got no call since
         self.connection, theirs = Pipe()
         with theirs, self.output.open("ab") as output:  # appended, because each call truncates the file
             # A session of its own makes the worker and whatever it starts one process group, killed as one.
@@ -87,6 +96,15 @@ class Worker:
             text, previous = self.stacks.read_text(errors="replace"), text
         return text
 
+    def recovers(self) -> bool:
+        """Whether the worker, which has reported, leaves its group and is ready for another call."""
+        try:
+            send(self.connection, Finish())
+            self.is_idle = self.connection.poll(RECOVERY) and isinstance(receive(self.connection), Idle)
+        except (OSError, EOFError):
+            return False
+        return self.is_idle
+
     def kill(self) -> None:
         """End the process and all it started."""
         end(self.process)
@@ -94,7 +112,7 @@ class Worker:
 
 
 class WorkerPool:
-    """Grows to the largest world asked for; workers of a failed call are never used again."""
+    """Grows to the largest world asked for. Workers that did not report in a failed call are never used again."""
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
@@ -128,6 +146,10 @@ class WorkerPool:
                 values = _collect(workers, timeout)
             for worker in workers:
                 send(worker.connection, Finish())
+        except RanksFailed as failure:
+            all_reported = len(failure.reported) == world_size
+            self._drop([worker for worker in workers if not (all_reported and worker.recovers())])
+            raise
         except BaseException:
             self._drop(workers)
             raise
@@ -180,6 +202,9 @@ class WorkerPool:
 
 def _await_idle(worker: Worker) -> None:
     """Wait until `worker` is ready: started, or through with leaving its last group."""
+    if worker.is_idle:
+        worker.is_idle = False
+        return
     try:
         if not worker.connection.poll(START_LIMIT):
             raise RanksHung(f"a worker was not ready after {START_LIMIT:g} s\n{worker.dump_stacks()}")
@@ -208,7 +233,9 @@ def _collect(workers: Sequence[Worker], timeout: float) -> list[Any]:
     waiting = sorted(pending.values())
     if not errors and not waiting:
         return [pickle.loads(outcomes[rank]) for rank in range(len(workers))]
-    raise _failure(workers, errors, waiting, timeout)
+    failure = _failure(workers, errors, waiting, timeout)
+    failure.reported = frozenset(range(len(workers))) - frozenset(waiting)
+    raise failure
 
 
 def _result(connection: Connection, worker: Worker) -> Returned | Raised:

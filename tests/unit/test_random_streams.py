@@ -73,6 +73,31 @@ def test_a_scope_repeats_and_leaves_the_surroundings() -> None:
     assert inside[0] == inside[1] == inside[2]
 
 
+def test_kept_streams_are_put_back_once_for_all_scopes() -> None:
+    streams = stream(stage=1)
+    alone = [numbers(streams, "train", part) for part in range(2)]
+    state = random_state(CPU)
+    expected = draw()
+    set_random_state(state, CPU)
+    np.random.standard_normal()  # leaves a second number behind, which must come back too
+    odd = float(np.random.standard_normal())
+    set_random_state(state, CPU)
+    np.random.standard_normal()
+    with streams.kept():
+        found = [numbers(streams, "train", part) for part in range(2)]
+        draw()
+        with streams.scope("train", 0):
+            with streams.scope("inner"):
+                draw()
+            assert draw() == alone[0], "a scope inside a scope comes back to it"
+    assert found == alone
+    assert float(np.random.standard_normal()) == odd
+    set_random_state(state, CPU)
+    with pytest.raises(KeyError), streams.kept():
+        raise KeyError
+    assert draw() == expected
+
+
 def numbers(streams: StepRandom, *scope: Any) -> tuple[float, float, float]:
     with streams.scope(*scope):
         return draw()

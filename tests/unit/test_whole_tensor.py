@@ -20,6 +20,7 @@ class Owned:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
+        self.requires_grad = True
         self.reads = self.writes = 0
 
     def read(self) -> Tensor:
@@ -58,7 +59,7 @@ def formula() -> Tensor:
 def pair() -> tuple[WholeParameter, nn.Parameter, Owned]:
     """A stand-in and a plain parameter that start alike."""
     owner = Owned(formula())
-    stand_in = WholeParameter.of(owner, OwnedGradient(formula() * 2), formula().to("meta"), CPU, True)
+    stand_in = WholeParameter.of(owner, OwnedGradient(formula() * 2), formula().to("meta"), CPU)
     plain = nn.Parameter(formula())
     plain.grad = formula() * 2
     return stand_in, plain, owner
@@ -198,6 +199,16 @@ def test_gradients_are_read_written_and_replaced() -> None:
     assert stand_in.grad is None
     with pytest.raises(RuntimeError, match="different size"):
         stand_in.grad = torch.zeros(2)
+
+
+def test_freezing_reaches_the_owner() -> None:
+    stand_in, _, owner = pair()
+    holder = nn.Module()
+    holder._parameters["p"] = stand_in
+    holder.requires_grad_(False)
+    assert (owner.requires_grad, stand_in.requires_grad) == (False, False)
+    stand_in.requires_grad = True
+    assert (owner.requires_grad, stand_in.requires_grad) == (True, True)
 
 
 def test_one_gather_serves_one_operation() -> None:

@@ -54,6 +54,11 @@ def raise_on_last(rank: int, world_size: int) -> None:
     dist.recv(torch.empty(1), src=world_size - 1)
 
 
+def raise_on_every_rank(rank: int, world_size: int) -> None:
+    dist.barrier()
+    raise ValueError("a refusal")
+
+
 def die_on_first(rank: int, world_size: int) -> None:
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -151,7 +156,11 @@ def test_failed_workers_are_replaced_and_good_ones_kept(ranks: Ranks) -> None:
     assert [state["pid"] for state in ranks(2, read_process_state)] == first
     with pytest.raises(RanksFailed):
         ranks(2, die_on_first)
-    assert not {state["pid"] for state in ranks(2, read_process_state)} & set(first)
+    second = [state["pid"] for state in ranks(2, read_process_state)]
+    assert first[0] not in second, "killed"
+    with pytest.raises(RanksFailed):
+        ranks(2, raise_on_every_rank)
+    assert [state["pid"] for state in ranks(2, read_process_state)] == second, "all have reported, and left their group"
 
 
 def is_running(pid: int) -> bool:
