@@ -44,18 +44,18 @@ def metrics_of(module: torch.nn.Module) -> dict[str, Metric]:
 
 
 def _holds_metric(module: torch.nn.Module) -> bool:
-    pending: list[torch.nn.Module | None] = [module]
+    pending = [module]
     seen: set[int] = set()
     kinds: set[type] = set()  # whether a class is an abstract one's takes longer than the whole walk
     while pending:
         child = pending.pop()
-        if child is None or id(child) in seen:
+        if id(child) in seen:
             continue
         seen.add(id(child))
         if type(child) not in kinds and isinstance(child, Metric):
             return True
         kinds.add(type(child))
-        pending.extend(child._modules.values())
+        pending.extend(child.children())
     return False
 
 

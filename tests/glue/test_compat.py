@@ -31,9 +31,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassPrecision, MulticlassRecall
 
+from lightning_parallel.layout import ParallelLayout
+from lightning_parallel.mesh import Mesh
 from lightning_parallel.strategies import _compat, _compat_loops, metric_states, precision
 from lightning_parallel.strategies.checkpoint_file import WholeFileIO
 from lightning_parallel.strategies.logs import LogCall, LogRecorder
+from lightning_parallel.strategies.span import ModelSpan
 
 STRATEGIES = Path(_compat.__file__).parent
 VERSIONS = f"lightning {lightning.__version__}, torchmetrics {torchmetrics.__version__}, torch {torch.__version__}"
@@ -597,10 +600,11 @@ def test_without_a_wish_to_stop_every_batch_is_voted_on() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ precision
-class Span:
+class Span(ModelSpan):
     """Records what the precision plugin asks."""
 
     def __init__(self) -> None:
+        super().__init__(Mesh(ParallelLayout(), 0, torch.device("cpu")), {}, {}, "ignore")
         self.asked: list[str] = []
 
     def clip_by_norm(self, parameters: Any, clip_val: float) -> None:
