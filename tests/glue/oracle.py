@@ -151,6 +151,12 @@ def weights(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
+def held(trainer: Trainer, module: LightningModule) -> dict[str, nn.Parameter]:
+    """The parameters that this rank itself computes with, past what hooks are shown."""
+    partition = getattr(trainer.strategy, "_partition", None)
+    return dict(module.named_parameters()) if partition is None else partition.local_parameters
+
+
 # ------------------------------------------------------------------------------------------------ comparison
 Scenario = Callable[[Site], Any]
 

@@ -48,8 +48,16 @@ from tests.harness.process import ROOT
         ),
         ({"bucket_bytes": 2.5e7}, "bucket_bytes=25000000.0 is not a count; use an integer of at least 1"),
         ({"schedule": "zb"}, "schedule='zb' is unknown; use one of 1f1b, gpipe"),
-        ({"zero_stage": 1}, "zero_stage=1 is not available with tensor and pipeline parallel; use 0"),
-        ({"zero_stage": True}, "zero_stage=True is not available with tensor and pipeline parallel; use 0"),
+        (
+            {"zero_stage": 3},
+            "stage 3 of ZeRO is not available; use 0 (nothing sharded), 1 (optimizer state) or 2 (optimizer state and "
+            "gradients)",
+        ),
+        (
+            {"zero_stage": True},
+            "stage True of ZeRO is not available; use 0 (nothing sharded), 1 (optimizer state) or 2 (optimizer state "
+            "and gradients)",
+        ),
         ({"sequence_parallel": "yes"}, "sequence_parallel='yes' is not a choice; use True or False"),
         ({"sync_logs": 1}, "sync_logs=1 is not a choice; use True or False"),
         ({"restore_weights": None}, "restore_weights=None is not a choice; use True or False"),

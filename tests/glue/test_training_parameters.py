@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.nn import functional as F
 
-from tests.glue.oracle import Layout, Site, check, observe, reference, set_by_formula
+from tests.glue.oracle import Layout, Site, check, held, observe, reference, set_by_formula
 from tests.glue.training import EVERY, GPT, VOCABULARY, Tokens, fit
 from tests.harness import Ranks
 
@@ -62,9 +62,8 @@ class Copies(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
         assert module.head.weight is module.tok.weight
         assert module.kind_head.weight is module.kind.weight  # type: ignore[union-attr]
-        partition = getattr(trainer.strategy, "_partition", None)
-        held = dict(module.named_parameters()) if partition is None else partition.local_parameters
-        self.steps.append({n: p.detach().clone() for n, p in held.items() if n in ("tok.weight", "kind.weight")})
+        mine = held(trainer, module).items()
+        self.steps.append({n: p.detach().clone() for n, p in mine if n in ("tok.weight", "kind.weight")})
 
 
 def tied(site: Site) -> Any:

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
-from tests.glue.oracle import Layout, Site, check, observe, reference
+from tests.glue.oracle import Layout, Site, check, held, observe, reference
 from tests.glue.training import EVERY, GPT, Notes, Record, Tokens, fit
 from tests.harness import Ranks
 
@@ -173,12 +173,13 @@ class Injects(Callback):
     def on_after_backward(self, trainer: Trainer, module: LightningModule) -> None:
         here = trainer.world_size == 1 or trainer.global_rank == self.rank
         if here and trainer.fit_loop.total_batch_idx == self.batch:
-            next(p.grad for p in module.parameters() if p.grad is not None).view(-1)[0] = self.value
+            mine = held(trainer, module).values()
+            next(p.grad for p in mine if p.grad is not None).view(-1)[0] = self.value
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.scales.append(scaler.get_scale() if scaler is not None else 1.0)
-        self.weights.append([p.detach().clone() for p in module.parameters() if type(p) is nn.Parameter])
+        self.weights.append([p.detach().clone() for p in held(trainer, module).values()])
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
