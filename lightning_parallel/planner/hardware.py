@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from lightning_parallel.patterns import close_names
 
 __all__ = ["GIB", "GPUS", "PRECISIONS", "Cluster", "Gpu", "find_gpu"]
 
@@ -127,10 +126,10 @@ def find_gpu(name: str) -> Gpu:
     """The catalogue's GPU of that name.
 
     Raises:
-        ValueError: there is none; the text names close and all names.
+        ValueError: there is none; the text names all that there are.
     """
     if name not in GPUS:
-        raise ValueError(f"GPU {name!r} is unknown (closest: {close_names(name, GPUS)}); use {', '.join(GPUS)}")
+        raise ValueError(f"GPU {name!r} is unknown; use {' or '.join(GPUS)}")
     return GPUS[name]
 
 

@@ -24,7 +24,7 @@ __all__ = [
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "cpu", "nvme"]
 
-RECOMPUTES = ("none", "selective", "full")
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOADS = ("none", "cpu", "nvme")
 ATTENTIONS = ("flash", "eager")
 KERNELS = ("plain", "fused")

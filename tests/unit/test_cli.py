@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from torch import nn
 
 from lightning_parallel.cli import main
+from lightning_parallel.commands.modules import parameter_count, shape_of_module
+from lightning_parallel.strategies import TensorPipelineStrategy
 
 
 def test_explain_bubble_prints_the_simulated_schedule(capsys: pytest.CaptureFixture[str]) -> None:
@@ -20,6 +24,63 @@ def test_explain_bubble_prints_the_simulated_schedule(capsys: pytest.CaptureFixt
     assert data["bubble_over_ideal"] == pytest.approx(1 / 3)
     assert data["peak_live_micro_batches"] == [2, 1]
     assert all(line in text for line in data["grid"])
+
+
+def test_plan_answers_as_data_and_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--layers", "32", "--hidden", "4096", "--heads", "32", "--ffn", "11008", "--vocab", "32000"]
+    arguments += ["--gpu", "a100-80gb", "--global-batch", "64", "--tp", "4", "--pp", "2"]
+    assert main([*arguments, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["model"]["parameters"] == 6_738_415_616
+    best = data["plans"][0]
+    assert (best["layout"]["tensor"], best["layout"]["pipeline"], best["layout"]["data"]) == (4, 2, 1)
+    assert best["strategy"]["class_path"] == "lightning_parallel.strategies.TensorPipelineStrategy"
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert best["trainer"] in text
+    assert best["yaml"] in text
+    assert "Tensor parallelism 4 stays inside the node" in text
+
+
+def test_the_yaml_and_the_trainer_line_make_the_same_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--params", "7e9", "--gpu", "a100-80gb", "--global-batch", "64", "--tp", "2", "--pp", "2"]
+    assert main([*arguments, "--zero", "1", "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["plans"][0]
+    options = best["strategy"]["init_args"]
+    strategy = TensorPipelineStrategy(**options)
+    assert strategy is not None
+    assert all(f"{name}={value!r}" in best["trainer"] for name, value in options.items())
+    assert all(f"      {name}: {json.dumps(value)}" in best["yaml"].splitlines() for name, value in options.items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "a model is given by one of"),
+        (["--params", "7e9", "--layers", "3"], "a model is given by one of"),
+        (["--layers", "3"], "also needs --hidden and --heads"),
+        (["--params", "7e9", "--gpu", "h100"], "GPU 'h100' is unknown"),
+        (["--params", "7e9", "--gpu", "v100-32gb"], "v100-32gb has no bf16 matrix units"),
+        (["--module", "torch.nn:Nothing"], "cannot be built"),
+    ],
+)
+def test_a_plan_without_sense_is_refused(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_parameters_on_the_meta_device_are_counted_one_by_one() -> None:
+    with torch.device("meta"):
+        assert parameter_count(nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10))) == 220
+
+
+def test_the_shape_of_a_module_is_read_off_its_blocks() -> None:
+    with torch.device("meta"):
+        layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
+        module = nn.ModuleDict({"tokens": nn.Embedding(1000, 64), "layers": nn.TransformerEncoder(layer, 6).layers})
+    shape = shape_of_module(module)
+    assert (shape.layers, shape.hidden, shape.heads, shape.ffn, shape.vocab) == (6, 64, 4, 256, 1000)
+    assert shape.parameters == sum(p.numel() for p in module.parameters())
 
 
 def test_wrong_values_end_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

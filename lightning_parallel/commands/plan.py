@@ -1,0 +1,248 @@
+"""Glue: ``lightning-parallel plan``: which layouts of a training job fit, how fast they are, and what runs them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import RenderableType
+
+from lightning_parallel.commands.answer import Answer, add_command, table
+from lightning_parallel.planner.advice import advice
+from lightning_parallel.planner.config_shapes import shape_from_config, shape_from_file
+from lightning_parallel.planner.hardware import PRECISIONS, Cluster, Gpu, find_gpu
+from lightning_parallel.planner.job import (
+    ATTENTIONS,
+    KERNELS,
+    OFFLOADS,
+    OPTIMIZERS,
+    RECOMPUTES,
+    SCHEDULES,
+    STATES,
+    TrainingJob,
+)
+from lightning_parallel.planner.model_shape import ModelShape
+from lightning_parallel.planner.report import result_data
+from lightning_parallel.planner.search import search
+from lightning_parallel.planner.typical import typical_shape
+
+if TYPE_CHECKING:
+    from lightning_parallel.commands.answer import Subcommands
+
+__all__ = ["add_parser"]
+
+SHOWN = 8
+_SIZES = ("layers", "hidden", "heads", "ffn", "vocab")
+
+
+def add_parser(commands: Subcommands) -> None:
+    """Adds ``plan``."""
+    parser = add_command(
+        commands, "plan", _answer, summary="find the layouts of a training job that fit, fastest first"
+    )
+    _add_model(parser.add_argument_group("model", "sizes, a parameter count, a transformers configuration or a module"))
+    _add_machine(parser.add_argument_group("machines"))
+    _add_training(parser.add_argument_group("training"))
+    _add_layout(parser.add_argument_group("layout", "each is searched unless it is given"))
+
+
+def _add_model(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--params", type=float, help="number of parameters, such as 7e9; a Llama-like shape is assumed")
+    group.add_argument("--config", help="a transformers config.json, its folder, or a model's name")
+    group.add_argument("--module", help="a module to build on the meta device, as package.module:Class")
+    for name in (*_SIZES, "kv-heads", "head-dim", "seq"):
+        group.add_argument(f"--{name}", type=int)
+    group.add_argument("--gated", dest="gated", action="store_true", default=True, help="SwiGLU, RMS norms, no biases")
+    group.add_argument("--plain", dest="gated", action="store_false", help="GPT: two matrices, layer norms, biases")
+    group.add_argument("--tied", dest="tied", action="store_true", default=None, help="the head is the embedding")
+    group.add_argument("--untied", dest="tied", action="store_false")
+
+
+def _add_machine(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--gpu", default="h100-80gb", help="a name of the catalogue")
+    group.add_argument("--gpus-per-node", type=int, default=8)
+    group.add_argument("--nodes", type=int, default=1)
+    group.add_argument("--internode-gbit", type=float, default=0.0, help="network bandwidth per GPU in Gbit/s")
+    group.add_argument("--gpu-memory", type=float, help="GiB, instead of the catalogue's")
+    group.add_argument(
+        "--gpu-tflops", type=float, help="dense peak in the chosen precision, instead of the catalogue's"
+    )
+    group.add_argument("--gpu-bandwidth", type=float, help="memory bandwidth in GB/s, instead of the catalogue's")
+    group.add_argument("--gpu-link", type=float, help="links inside a node, GB/s in one direction")
+    group.add_argument("--host-memory", type=float, default=0.0, help="GiB per node")
+    group.add_argument("--nvme", type=float, default=0.0, help="GiB per node")
+    group.add_argument("--price", type=float, default=0.0, help="of one GPU for one hour")
+
+
+def _add_training(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--precision", choices=PRECISIONS, default="bf16")
+    group.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw")
+    group.add_argument("--states", choices=STATES, default="mixed", help="bytes of weights and gradients in 16 bit")
+    group.add_argument("--global-batch", type=int, help="sequences per step; by default one per GPU")
+    group.add_argument("--tokens", type=float, default=0.0, help="of the whole run, for days, GPU-hours and cost")
+    group.add_argument("--attention", choices=ATTENTIONS, default="flash")
+    group.add_argument("--kernels", choices=KERNELS, default="plain", help="modules of torch, or hand-written layers")
+    group.add_argument("--trainable", type=float, default=1.0, help="part of the parameters that is trained (adapters)")
+
+
+def _add_layout(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--tp", type=int, dest="tensor")
+    group.add_argument("--pp", type=int, dest="pipeline")
+    group.add_argument("--dp", type=int, dest="data")
+    group.add_argument("--cp", type=int, dest="context")
+    group.add_argument("--micro-batch", type=int)
+    group.add_argument("--zero", type=int, choices=(0, 1, 2, 3), dest="zero_stage")
+    group.add_argument("--offload", choices=OFFLOADS)
+    group.add_argument("--schedule", choices=SCHEDULES)
+    group.add_argument("--virtual-stages", type=int)
+    group.add_argument("--recompute", choices=RECOMPUTES)
+    group.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction)
+    group.add_argument("--balance", choices=("parameters", "even"), help="how blocks are spread over stages")
+
+
+_FIXED = (
+    "tensor",
+    "pipeline",
+    "data",
+    "context",
+    "micro_batch",
+    "zero_stage",
+    "offload",
+    "schedule",
+    "virtual_stages",
+    "recompute",
+    "sequence_parallel",
+    "balance",
+)
+
+
+def _answer(arguments: argparse.Namespace) -> Answer:
+    cluster = _cluster(arguments)
+    job = TrainingJob(
+        _shape(arguments),
+        cluster,
+        arguments.global_batch or cluster.gpus,
+        precision=arguments.precision,
+        optimizer=arguments.optimizer,
+        attention=arguments.attention,
+        kernels=arguments.kernels,
+        states=arguments.states,
+        trainable=arguments.trainable,
+    )
+    fixed = {name: getattr(arguments, name) for name in _FIXED if getattr(arguments, name) is not None}
+    result = search(job, fixed)
+    data = result_data(result, price=arguments.price, tokens=arguments.tokens)
+    data["advice"] = advice(result)
+    return Answer(data, tuple(_text(data)), status=0 if data["plans"] else 1)
+
+
+def _shape(arguments: argparse.Namespace) -> ModelShape:
+    given = [name for name in ("params", "config", "module", "layers") if getattr(arguments, name) is not None]
+    if len(given) != 1:
+        raise ValueError("a model is given by one of --params, --config, --module or --layers with the other sizes")
+    if arguments.config:
+        return _configured(arguments.config, arguments.seq or 0)
+    if arguments.module:
+        # Only this form of a model needs torch.
+        from lightning_parallel.commands.modules import shape_of_module_path
+
+        return shape_of_module_path(arguments.module, heads=arguments.heads or 0, seq=arguments.seq or 0)
+    if arguments.params:
+        return typical_shape(arguments.params, seq=arguments.seq or 0)
+    missing = [f"--{name}" for name in ("hidden", "heads") if getattr(arguments, name) is None]
+    if missing:
+        raise ValueError(f"a model given by --layers also needs {' and '.join(missing)}")
+    return _sized(arguments)
+
+
+def _sized(arguments: argparse.Namespace) -> ModelShape:
+    hidden, heads, seq = arguments.hidden, arguments.heads, arguments.seq or 2048
+    vocab = arguments.vocab or 50257
+    if arguments.gated:
+        ffn = arguments.ffn or -(-8 * hidden // 3 // 256) * 256
+        shape = ModelShape.llama(arguments.layers, hidden, heads, ffn, vocab=vocab, seq=seq)
+    else:
+        shape = replace(
+            ModelShape.gpt(arguments.layers, hidden, heads, vocab=vocab, seq=seq), ffn=arguments.ffn or 4 * hidden
+        )
+    tied = shape.tied if arguments.tied is None else arguments.tied
+    return replace(shape, tied=tied, kv_heads=arguments.kv_heads or 0, head_dim=arguments.head_dim or 0)
+
+
+def _configured(name: str, seq: int) -> ModelShape:
+    path = Path(name)
+    if path.exists() or path.suffix == ".json":
+        return shape_from_file(path, seq=seq)
+    from lightning_parallel.commands.modules import config_by_name
+
+    return shape_from_config(config_by_name(name), seq=seq)
+
+
+def _cluster(arguments: argparse.Namespace) -> Cluster:
+    gpu: Gpu = find_gpu(arguments.gpu)
+    changes: dict[str, Any] = {
+        "memory_gib": arguments.gpu_memory,
+        "hbm_gbps": arguments.gpu_bandwidth,
+        "link_gbps": arguments.gpu_link,
+        "tflops": {**gpu.tflops, arguments.precision: arguments.gpu_tflops} if arguments.gpu_tflops else None,
+    }
+    changed = {name: value for name, value in changes.items() if value is not None}
+    return Cluster(
+        replace(gpu, **changed),
+        gpus_per_node=arguments.gpus_per_node,
+        nodes=arguments.nodes,
+        network_gbit=arguments.internode_gbit,
+        host_gib=arguments.host_memory,
+        nvme_gib=arguments.nvme,
+    )
+
+
+def _text(data: Mapping[str, Any]) -> list[RenderableType]:
+    model, cluster = data["model"], data["cluster"]
+    parts: list[RenderableType] = [
+        f"{model['parameters']:,} parameters on {cluster['gpus']} x {cluster['gpu']} ({cluster['nodes']} nodes)\n"
+    ]
+    if data["plans"]:
+        parts += [_ranking(data["plans"]), _terms("memory of the fullest rank (GiB)", data["plans"][0], "memory_gib")]
+        parts += [_terms("one step (seconds)", data["plans"][0], "step_seconds")]
+        best = data["plans"][0]
+        parts += ["", best["trainer"], "", best["yaml"], ""]
+    parts += [_reasons(data["rejected"])] if data["rejected"] else []
+    return [*parts, *data["advice"]]
+
+
+def _layout_cells(layout: Mapping[str, Any]) -> list[str]:
+    sizes = f"{layout['tensor']} x {layout['pipeline']} x {layout['data'] * layout['context']}"
+    zero = str(layout["zero_stage"]) + (f" +{layout['offload']}" if layout["offload"] != "none" else "")
+    return [sizes, zero, str(layout["micro_batch"]), layout["recompute"]]
+
+
+def _ranking(plans: list[dict[str, Any]]) -> RenderableType:
+    columns = ("tensor x pipeline x data", "ZeRO", "micro-batch", "recompute", "GiB", "s/step", "tokens/s/GPU", "MFU")
+    grid = table("layouts that fit, fastest first", *columns)
+    for plan in plans[:SHOWN]:
+        figures = (
+            f"{plan['memory_gib']['total']:.1f}",
+            f"{plan['step_seconds']['total']:.3g}",
+            f"{plan['tokens_per_second_per_gpu']:.0f}",
+            f"{plan['mfu']:.1%}",
+        )
+        grid.add_row(*_layout_cells(plan["layout"]), *figures)
+    return grid
+
+
+def _terms(title: str, plan: Mapping[str, Any], key: str) -> RenderableType:
+    terms = [(name.replace("_", " "), value) for name, value in plan[key].items() if value]
+    grid = table(title, *(name for name, _ in terms))
+    grid.add_row(*(f"{value:.3g}" for _, value in terms))
+    return grid
+
+
+def _reasons(rejected: list[dict[str, Any]]) -> RenderableType:
+    grid = table("layouts that do not", "tensor x pipeline x data", "ZeRO", "micro-batch", "recompute", "reason")
+    for entry in rejected:
+        grid.add_row(*_layout_cells(entry["layout"]), entry["reason"])
+    return grid

@@ -1,0 +1,109 @@
+"""Pure: the strategy that runs a split, as a class with arguments, as a Trainer line and as LightningCLI's YAML."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from lightning_parallel.pipeline.schedules import SCHEDULE_NAMES
+from lightning_parallel.planner.job import Candidate, TrainingJob
+
+__all__ = ["precision_flag", "strategy_of", "trainer_line", "unrunnable", "yaml_text"]
+
+_OURS = "lightning_parallel.strategies.TensorPipelineStrategy"
+_ZERO = "lightning_parallel.strategies.ZeroStrategy"
+_DDP = "lightning.pytorch.strategies.DDPStrategy"
+_FSDP = "lightning.pytorch.strategies.FSDPStrategy"
+_DEEPSPEED = "lightning.pytorch.strategies.DeepSpeedStrategy"
+_PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
+
+
+def unrunnable(split: Candidate) -> str:
+    """Why no strategy of Lightning or of this package runs a split; empty when one does."""
+    model_ranks = split.tensor * split.pipeline
+    if split.context > 1:
+        return "no strategy here splits sequences over a context group"
+    if model_ranks > 1 and split.zero_stage == 3:
+        return "no strategy here shards weights beside tensor or pipeline parallelism"
+    if model_ranks > 1 and split.offload != "none":
+        return "no strategy here offloads beside tensor or pipeline parallelism"
+    if split.pipeline > 1 and split.schedule not in SCHEDULE_NAMES:
+        return f"no strategy here runs the schedule {split.schedule}"
+    return ""
+
+
+def strategy_of(job: TrainingJob, split: Candidate) -> dict[str, Any]:
+    """``class_path`` and ``init_args`` of the strategy; the path is None when nothing runs it."""
+    if unrunnable(split):
+        return {"class_path": None, "init_args": {}, "why": unrunnable(split)}
+    if split.tensor * split.pipeline > 1:
+        arguments: dict[str, Any] = {
+            "tensor_parallel_size": split.tensor,
+            "pipeline_parallel_size": split.pipeline,
+            "micro_batches": split.micro_batches(job),
+        }
+        if split.pipeline > 1:
+            arguments["schedule"] = split.schedule
+        if split.tensor > 1 and split.sequence_parallel:
+            arguments["sequence_parallel"] = True
+        if split.zero_stage:
+            arguments["zero_stage"] = split.zero_stage
+        return {"class_path": _OURS, "init_args": arguments}
+    if split.offload != "none":
+        return {"class_path": _DEEPSPEED, "init_args": _deepspeed(split)}
+    if split.zero_stage == 3:
+        checkpointing = {"sharding_strategy": "FULL_SHARD"}
+        return {"class_path": _FSDP, "init_args": checkpointing}
+    if split.zero_stage:
+        return {"class_path": _ZERO, "init_args": {"stage": split.zero_stage}}
+    return {"class_path": _DDP, "init_args": {}}
+
+
+def _deepspeed(split: Candidate) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"stage": max(1, split.zero_stage), "offload_optimizer": True}
+    if split.zero_stage == 3:
+        arguments["offload_parameters"] = True
+    if split.offload == "nvme":
+        arguments.update(remote_device="nvme", offload_params_device="nvme", offload_optimizer_device="nvme")
+    return arguments
+
+
+def precision_flag(job: TrainingJob) -> str:
+    """The Trainer's name of the job's precision; 8 and 4 bit run through Transformer Engine, from 16-bit weights."""
+    if job.states == "true" and job.precision in ("fp16", "bf16"):
+        return f"{job.precision.replace('fp', '')}-true"
+    return _PRECISIONS.get(job.precision, "transformer-engine")
+
+
+def _trainer_arguments(job: TrainingJob, split: Candidate) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"devices": job.cluster.gpus_per_node}
+    if job.cluster.nodes > 1:
+        arguments["num_nodes"] = job.cluster.nodes
+    arguments["precision"] = precision_flag(job)
+    if split.tensor * split.pipeline == 1 and split.micro_batches(job) > 1:
+        arguments["accumulate_grad_batches"] = split.micro_batches(job)
+    return arguments
+
+
+def trainer_line(job: TrainingJob, split: Candidate) -> str:
+    """One line of Python that makes the Trainer."""
+    strategy = strategy_of(job, split)
+    if strategy["class_path"] is None:
+        return f"# {strategy['why']}"
+    inner = ", ".join(f"{name}={value!r}" for name, value in strategy["init_args"].items())
+    options = ", ".join(f"{name}={value!r}" for name, value in _trainer_arguments(job, split).items())
+    return f"Trainer(strategy={strategy['class_path'].rpartition('.')[2]}({inner}), {options})"
+
+
+def yaml_text(job: TrainingJob, split: Candidate) -> str:
+    """The ``trainer`` section of a LightningCLI configuration."""
+    strategy = strategy_of(job, split)
+    if strategy["class_path"] is None:
+        return f"# {strategy['why']}"
+    lines = ["trainer:"]
+    lines += [f"  {name}: {json.dumps(value)}" for name, value in _trainer_arguments(job, split).items()]
+    lines += ["  strategy:", f"    class_path: {strategy['class_path']}"]
+    if strategy["init_args"]:
+        lines.append("    init_args:")
+        lines += [f"      {name}: {json.dumps(value)}" for name, value in strategy["init_args"].items()]
+    return "\n".join(lines)
