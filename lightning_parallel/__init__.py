@@ -16,6 +16,8 @@ if TYPE_CHECKING:
         PipelineConfig,
         TensorParallelConfig,
         TensorPipelineStrategy,
+        ZeroConfig,
+        ZeroStrategy,
     )
 
 __version__ = "0.1.0.dev0"
@@ -26,6 +28,8 @@ __all__ = [
     "PipelineConfig",
     "TensorParallelConfig",
     "TensorPipelineStrategy",
+    "ZeroConfig",
+    "ZeroStrategy",
     "__version__",
 ]
 
@@ -35,6 +39,8 @@ _HOMES = {
     "PipelineConfig": "lightning_parallel.strategies",
     "TensorParallelConfig": "lightning_parallel.strategies",
     "TensorPipelineStrategy": "lightning_parallel.strategies",
+    "ZeroConfig": "lightning_parallel.strategies",
+    "ZeroStrategy": "lightning_parallel.strategies",
 }
 
 

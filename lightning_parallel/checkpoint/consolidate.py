@@ -285,7 +285,11 @@ class _WholeView:
 
 def on_cpu(tensor: torch.Tensor, keep: bool) -> torch.Tensor:
     """The tensor on the CPU, or its shape alone."""
-    return tensor.cpu() if keep else torch.empty_like(tensor, device="meta")
+    if not keep:
+        return torch.empty_like(tensor, device="meta")
+    # A view would take all the memory that it is a part of into a file.
+    is_part = tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() > tensor.nbytes
+    return tensor.clone() if is_part else tensor.cpu()
 
 
 def _itself(value: Any) -> Any:

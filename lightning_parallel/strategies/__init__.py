@@ -6,16 +6,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_parallel.strategies.config import LossConfig, PipelineConfig, TensorParallelConfig
+    from lightning_parallel.strategies.config import LossConfig, PipelineConfig, TensorParallelConfig, ZeroConfig
     from lightning_parallel.strategies.tensor_pipeline import TensorPipelineStrategy
+    from lightning_parallel.strategies.zero import ZeroStrategy
 
-__all__ = ["LossConfig", "PipelineConfig", "TensorParallelConfig", "TensorPipelineStrategy"]
+__all__ = [
+    "LossConfig",
+    "PipelineConfig",
+    "TensorParallelConfig",
+    "TensorPipelineStrategy",
+    "ZeroConfig",
+    "ZeroStrategy",
+]
 
 _HOMES = {
     "LossConfig": "config",
     "PipelineConfig": "config",
     "TensorParallelConfig": "config",
     "TensorPipelineStrategy": "tensor_pipeline",
+    "ZeroConfig": "config",
+    "ZeroStrategy": "zero",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from lightning_parallel.strategies.partition import Partition, materialize
 from lightning_parallel.strategies.predictions import PredictionGatherer
 from lightning_parallel.strategies.refusals import note_surroundings, refuse_data, refuse_objects, refuse_options
 from lightning_parallel.strategies.samples import SampleCounter
+from lightning_parallel.strategies.sharding import ReplicaSharding
 from lightning_parallel.strategies.sight import Sight
 from lightning_parallel.strategies.span import ModelSpan
 from lightning_parallel.strategies.steps import StepRunner
@@ -71,6 +72,7 @@ class PartitionedStrategy(DDPStrategy):
         self._trained: Partition | None = None  # what the optimizers were split with
         self._runner: StepRunner | None = None
         self._span: ModelSpan | None = None
+        self._sharding: ReplicaSharding | None = None
         self._sight = Sight()
         self._training_samples = SampleCounter(1, 0)
         self._evaluation_samples = SampleCounter(1, 0)
@@ -333,16 +335,24 @@ class PartitionedStrategy(DDPStrategy):
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         if self._trained is None:
             return optimizer.state_dict()
-        with self._sight.hidden():
+        with self._sight.hidden(), self._whole_state(optimizer):
             if self.mesh.data_rank != 0:
                 return outline_optimizer_state(optimizer)
             return full_optimizer_state(self._trained.shards, optimizer, self._trained.names, self.is_global_zero)
+
+    def _whole_state(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Inside, an optimizer of replica 0 holds all of its state."""
+        return nullcontext() if self._sharding is None else self._sharding.whole_state(optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads this rank's part of plain optimizer states."""
         partition = self._split_module()
         for optimizer, full in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load_state_dict(local_optimizer_state(partition.shards, optimizer, partition.names, full))
+            local = local_optimizer_state(partition.shards, optimizer, partition.names, full)
+            if self._sharding is None:
+                optimizer.load_state_dict(local)
+            else:
+                self._sharding.load(optimizer, local)
 
     # -------------------------------------------------------------- end
     def on_exception(self, exception: BaseException) -> None:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["LossConfig", "PipelineConfig", "SizeOrAuto", "TensorParallelConfig"]
+__all__ = ["LossConfig", "PipelineConfig", "SizeOrAuto", "TensorParallelConfig", "ZeroConfig"]
 
 SizeOrAuto = int | Literal["auto"]
 LossWeight = Literal["samples", "valid_labels"] | Callable[[Any], Any]
 SCHEDULES = ("1f1b", "gpipe")
 NON_FINITE = ("ignore", "raise", "skip")
+ZERO_STAGES = {"NO_SHARD": 0, "SHARD_GRAD_OP": 2}
 
 
 def check_size(name: str, value: object) -> None:
@@ -114,3 +115,26 @@ class LossConfig:
             )
         if self.non_finite not in NON_FINITE:
             raise ValueError(f"non_finite={self.non_finite!r} is unknown; use one of {', '.join(NON_FINITE)}")
+
+
+@dataclass(frozen=True)
+class ZeroConfig:
+    """What is sharded over data replicas.
+
+    Attributes:
+        stage: 0 nothing, 1 the optimizer's state, 2 also gradients.
+    """
+
+    stage: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stage, bool) or self.stage not in (0, 1, 2):
+            raise ValueError(
+                f"stage {self.stage!r} of ZeRO is not available; use 0 (nothing sharded), 1 (optimizer state) or 2 "
+                "(optimizer state and gradients)"
+            )
+
+    @classmethod
+    def of(cls, stage: int | str) -> ZeroConfig:
+        """From a number, or from the name that FSDP has for it."""
+        return cls(ZERO_STAGES.get(stage, stage) if isinstance(stage, str) else stage)  # type: ignore[arg-type]

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from lightning_parallel.parameters import ParameterTag
+from lightning_parallel.zero.placement import NEEDS_WHOLE_MODEL
 
 __all__ = ["refuse_optimizers"]
 
-# By name, because most live in packages that need not be installed. The first need every parameter at once, the others
-# whole tensors: factored or preconditioned moments, norms per layer.
-_WHOLE_MODEL = frozenset({"LBFGS", "PolyakSGD", "SAM"})
+# By name, because most live in packages that need not be installed. They need whole tensors: factored or preconditioned
+# moments, norms per layer.
 _WHOLE_TENSORS = frozenset(
     {"Adafactor", "CAME", "Lamb", "LAMB", "Lars", "LARS", "Muon", "NovoGrad", "Shampoo", "SOAP", "DistributedShampoo"}
 )
@@ -36,7 +36,7 @@ def refuse_optimizers(
     for optimizer in optimizers:
         kinds = {kind.__name__ for kind in type(getattr(optimizer, "_optimizer", optimizer)).__mro__}
         kind = type(optimizer).__name__
-        if ranks > 1 and kinds & _WHOLE_MODEL:
+        if ranks > 1 and kinds & NEEDS_WHOLE_MODEL:
             raise ValueError(
                 f"{kind} needs all parameters at once, but {ranks} ranks share the model; use tensor_parallel_size=1 "
                 "and pipeline_parallel_size=1, or an optimizer such as AdamW"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -21,8 +21,16 @@ class _SpanningPrecision:
     _span: Any
     _has_gradients: bool
 
+    def main_params(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
+        return self._span.trained(optimizer)
+
     def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        self._span.clip_by_norm(self.main_params(optimizer), clip_val)  # type: ignore[attr-defined]
+        self._span.clip_by_norm(self.main_params(optimizer), clip_val)
+
+    def clip_grad_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        held = [p for p in self.main_params(optimizer) if p.grad is not None]
+        if held:  # torch refuses to clip nothing, which a rank may well hold
+            torch.nn.utils.clip_grad_value_(held, clip_val)
 
     def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         clip: Any = super().clip_gradients  # type: ignore[misc]
@@ -43,7 +51,9 @@ class _SpanningPrecision:
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         scaler = getattr(self, "scaler", None)
         if scaler is not None and self._has_gradients:
-            self._span.share_overflow(_overflow_flags(scaler, optimizer))
+            with self._span.holding_gradients(optimizer):
+                flags = _overflow_flags(scaler, optimizer)
+            self._span.share_overflow(flags)
         super()._after_closure(model, optimizer)  # type: ignore[misc]
         if scaler is None:
             self._span.vote(optimizer)

@@ -8,20 +8,23 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_parallel.strategies.refusals import note_surroundings
 from lightning_parallel.strategies.tensor_pipeline import TensorPipelineStrategy
+from lightning_parallel.strategies.zero import ZeroStrategy
 
 __all__ = ["STRATEGY_NAMES", "register_strategies"]
 
-STRATEGY_NAMES = ("tp_pp", "tp", "pp")
+STRATEGY_NAMES = ("tp_pp", "tp", "pp", "zero1", "zero2")
 
 
 def register_strategies() -> None:
-    """Registers `tp_pp`, `tp` and `pp`; calling it again changes nothing."""
-    entries: dict[str, tuple[str, dict[str, Any]]] = {
-        "tp_pp": ("tensor x pipeline x data parallel", {}),
-        "tp": ("tensor x data parallel", {"pipeline_parallel_size": 1}),
-        "pp": ("pipeline x data parallel", {"tensor_parallel_size": 1}),
+    """Registers every name of `STRATEGY_NAMES`; calling it again changes nothing."""
+    entries: dict[str, tuple[type[TensorPipelineStrategy], str, dict[str, Any]]] = {
+        "tp_pp": (TensorPipelineStrategy, "tensor x pipeline x data parallel", {}),
+        "tp": (TensorPipelineStrategy, "tensor x data parallel", {"pipeline_parallel_size": 1}),
+        "pp": (TensorPipelineStrategy, "pipeline x data parallel", {"tensor_parallel_size": 1}),
+        "zero1": (ZeroStrategy, "data parallel, optimizer state sharded", {"stage": 1}),
+        "zero2": (ZeroStrategy, "data parallel, optimizer state and gradients sharded", {"stage": 2}),
     }
-    for name, (description, options) in entries.items():
+    for name, (strategy, description, options) in entries.items():
         if name not in StrategyRegistry:
-            StrategyRegistry.register(name, TensorPipelineStrategy, description=description, **options)
+            StrategyRegistry.register(name, strategy, description=description, **options)
     note_surroundings()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -36,8 +36,18 @@ class ModelSpan:
         self.names = names
         self.non_finite = non_finite
         self.skipped_steps = 0
+        self.norm_group = mesh.model
         self.hidden: Callable[[], AbstractContextManager[None]] = nullcontext
         """Around what works on this rank's part although a hook, which sees the whole model, may have asked for it."""
+
+    # -------------------------------------------------------------- where gradients are
+    def trained(self, optimizer: Any) -> Iterator[nn.Parameter]:
+        """What holds the gradients of an optimizer."""
+        return (p for group in optimizer.param_groups for p in group["params"])
+
+    def holding_gradients(self, optimizer: Any) -> AbstractContextManager[None]:
+        """Inside, the groups of an optimizer hold what holds its gradients."""
+        return nullcontext()
 
     # -------------------------------------------------------------- norms
     def total_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
@@ -50,9 +60,9 @@ class ModelSpan:
             total = squares.square().sum()
         else:
             total = torch.zeros((), device=self.mesh.device)
-        if self.mesh.model is not None:
+        if self.norm_group is not None:
             total = total.to(torch.float64)
-            comm.all_reduce_(total, self.mesh.model)
+            comm.all_reduce_(total, self.norm_group)
         return total.sqrt()
 
     def _counted_parts(self, parameter: nn.Parameter) -> list[torch.Tensor]:
@@ -105,7 +115,7 @@ class ModelSpan:
         """
         if self.non_finite == "ignore":
             return
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [p for p in self.trained(optimizer) if p.grad is not None]
         found = torch.zeros((), device=self.mesh.device)
         gradients = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
         if gradients:

@@ -27,6 +27,7 @@ from lightning_parallel.strategies.logs import LogCall, LogRecorder, combine_cal
 from lightning_parallel.strategies.precision import loss_scale
 from lightning_parallel.strategies.step_state import StepState
 from lightning_parallel.strategies.weights import ReplicaCombiner, global_loss, loss_weights
+from lightning_parallel.zero.sharder import ZeroSharder
 
 __all__ = ["StepOptions", "StepRunner"]
 
@@ -92,7 +93,7 @@ class StepRunner:
         self.runtime = runtime
         self.options = options
         self.random: StepRandom | None = None
-        self.reducer: GradientReducer | None = None
+        self.reducer: GradientReducer | ZeroSharder | None = None
         self.completer: GradientCompleter | None = None
         self.hooks: list[Any] = []
         self.accumulating = False
@@ -138,6 +139,16 @@ class StepRunner:
             self.reducer.finish()
         if self.completer is not None:
             self.completer.complete()
+
+    def deliver_gradients(self) -> None:
+        """Gives optimizers the gradients that `finish_gradients` completed, once Lightning has zeroed the old ones."""
+        if isinstance(self.reducer, ZeroSharder):
+            self.reducer.deliver(self.reduces_now)
+
+    def forget_gradients(self) -> None:
+        """Drops the previous step's gradients where they are not in parameters."""
+        if isinstance(self.reducer, ZeroSharder):
+            self.reducer.clear()
 
     def close(self) -> None:
         """Removes every hook from the parameters, which are the user's again."""

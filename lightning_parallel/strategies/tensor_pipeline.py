@@ -31,6 +31,7 @@ from lightning_parallel.strategies.config import (
     PipelineConfig,
     SizeOrAuto,
     TensorParallelConfig,
+    ZeroConfig,
     check_count,
     check_flag,
 )
@@ -40,6 +41,7 @@ from lightning_parallel.strategies.precision import derive_precision
 from lightning_parallel.strategies.refusals import refuse_module
 from lightning_parallel.strategies.report import report_layout
 from lightning_parallel.strategies.samples import divides_evenly
+from lightning_parallel.strategies.sharding import ReplicaSharding
 from lightning_parallel.strategies.span import ModelSpan
 from lightning_parallel.strategies.steps import StepOptions, StepRunner
 
@@ -59,7 +61,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
         pipeline_parallel_size: number of pipeline stages.
         micro_batches: parts that each rank's batch is split into; "auto" is 4 per stage.
         schedule: "1f1b" or "gpipe".
-        zero_stage: sharding of optimizer state over the replicas; only 0 is available in this strategy.
+        zero_stage: sharding over the replicas: 0 nothing, 1 the optimizer's state, 2 also gradients.
         sequence_parallel: also split activations between the split layers along the sequence (Korthikanti et al. 2022).
         plan: "auto", or pattern of module names -> style.
         blocks: "auto", or names (or one pattern) of the repeated blocks that may be spread over stages.
@@ -107,8 +109,6 @@ class TensorPipelineStrategy(PartitionedStrategy):
             timeout=timeout,
             **kwargs,
         )
-        if isinstance(zero_stage, bool) or zero_stage != 0:
-            raise ValueError(f"zero_stage={zero_stage!r} is not available with tensor and pipeline parallel; use 0")
         check_flag("sync_logs", sync_logs)
         check_count("bucket_bytes", bucket_bytes)
         if timeout is not None and not isinstance(timeout, timedelta):
@@ -117,6 +117,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
         self.pipeline_config = PipelineConfig(
             pipeline_parallel_size, micro_batches, schedule, blocks, evaluation_micro_batches
         )
+        self.zero_config = ZeroConfig(zero_stage)
         self.loss_config = LossConfig(loss_weight, non_finite)
         self.sync_logs = sync_logs
         self.bucket_bytes = bucket_bytes
@@ -136,12 +137,14 @@ class TensorPipelineStrategy(PartitionedStrategy):
         synchronize_start(module, self.mesh)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            self._trained = None
+            self._trained = self._sharding = None
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
         if (fitting and has_training_data(trainer)) or self.layout.pipeline == 1:
             self._split(module, "training_step" if fitting else "", lambda: self._example_batch(trainer))
         self.setup_precision_plugin()
+        if self._sharding is not None:
+            self._sharding.redirect_zero_grad(module)
 
     def _example_batch(self, trainer: Trainer) -> Any:
         """A micro-batch to plan the pipeline with, as `training_step` will see it."""
@@ -188,7 +191,8 @@ class TensorPipelineStrategy(PartitionedStrategy):
             refuse_optimizers(self.optimizers, partition.tags, partition.names, ranks)
             for optimizer in self.optimizers:
                 partition.adopt_optimizer(optimizer)
-        self._span = ModelSpan(self.mesh, partition.tags, partition.names, self.loss_config.non_finite)
+            self._sharding = self._shard_replicas(trainer, partition)
+        self._span = self._make_span(partition)
         self.precision_plugin = derive_precision(self.precision_plugin, self._span)
         self._runner = self._make_runner(trainer, module, partition)
         partition.split_copies(_compat.module_copies(trainer))
@@ -196,6 +200,27 @@ class TensorPipelineStrategy(PartitionedStrategy):
         self._span.hidden = self._sight.hidden
         self._sight.open(trainer, partition, self.optimizers)
         report_layout(self.layout, partition, self._runner.options, module)
+
+    def _shard_replicas(self, trainer: Trainer, partition: Partition) -> ReplicaSharding | None:
+        """ZeRO over the replicas, if it was asked for and there is more than one."""
+        if self.zero_config.stage == 0 or self.mesh.data is None:
+            return None
+        one_batch = self.pipeline_config.micro_batches_for(self.layout.pipeline) == 1
+        return ReplicaSharding(
+            partition,
+            self.optimizers,
+            trainer,
+            self.zero_config.stage,
+            self.bucket_bytes,
+            is_direct=self.layout.pipeline == 1 and one_batch,
+        )
+
+    def _make_span(self, partition: Partition) -> ModelSpan:
+        """Norms and votes over gradients where they are."""
+        non_finite = self.loss_config.non_finite
+        if self._sharding is not None and partition is self._trained:
+            return self._sharding.span(self.mesh, partition, non_finite)
+        return ModelSpan(self.mesh, partition.tags, partition.names, non_finite)
 
     def _make_runner(self, trainer: Trainer, module: LightningModule, partition: Partition) -> StepRunner:
         mesh = self.mesh
@@ -212,15 +237,18 @@ class TensorPipelineStrategy(PartitionedStrategy):
         runner = StepRunner(trainer, module, mesh, PipelineRuntime(mesh, partition.cut), options)
         runner.random = random
         local = partition.local_parameters
-        if mesh.data is not None:
+        sharding = self._sharding if partition is self._trained else None
+        if sharding is not None:
+            runner.reducer = sharding.sharder
+        elif mesh.data is not None:
             average = not module.automatic_optimization
             runner.reducer = GradientReducer(local.values(), mesh.data, self.bucket_bytes, average)
         completer = GradientCompleter(local, partition.tags, mesh)
         if not completer.is_empty:
-            if module.automatic_optimization:
-                runner.completer = completer
-            else:
+            if not module.automatic_optimization:
                 runner.hooks = completer.hook_every_backward()
+            elif sharding is None:
+                runner.completer = completer
         return runner
 
     def _ready(self, step_name: str, batch: Any) -> StepRunner:
@@ -274,6 +302,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
     def _put_gradients_aside(self) -> None:
         """The previous step's gradients are still there: `on_before_zero_grad` may look at them."""
         visible = _compat.sees_old_gradients(self._trainer())
+        self._running().forget_gradients()
         self._set_aside = []
         for p in self._split_module().local_parameters.values():
             self._set_aside.append((p, p.grad.clone() if visible and p.grad is not None else None))
@@ -310,6 +339,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
                 if new is not None:
                     p.grad = new if p.grad is None else new.add_(p.grad)
             self._set_aside = []
+        runner.deliver_gradients()
         self._sight.note_backward(complete=runner.reduces_now)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)

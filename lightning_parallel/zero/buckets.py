@@ -98,8 +98,16 @@ class ShardBucket:
 
     def _shaped(self, place: int, part: Tensor) -> Tensor:
         """Parameters that stay whole, and single numbers, keep their shape; ranges of others are flat."""
-        shape = self.parameters[place].shape
-        return part.view(shape) if self.layout.owner is not None or not shape else part
+        shape = self.shard_shape(place)
+        assert shape is not None, "only what this rank owns has a shape here"
+        return part.view(shape)
+
+    def shard_shape(self, place: int) -> torch.Size | None:
+        """Shape of what this rank owns of a parameter; None if it owns nothing."""
+        piece, shape = self.pieces[place], self.parameters[place].shape
+        if piece is None or self.layout.owner is not None or not shape:
+            return None if piece is None else shape
+        return torch.Size((piece[1] - piece[0],))
 
     def cut(self, place: int, full: Tensor) -> Tensor | None:
         """Of a tensor of a parameter's shape, what this rank owns, as a copy."""

@@ -91,8 +91,7 @@ def _kinds(outline: Mapping[int, Mapping[str, Any]]) -> list[tuple[str, torch.dt
 
 
 def _is_part(bucket: ShardBucket, place: int, value: Any) -> bool:
-    part = bucket.own_part(place, bucket.master)
-    return isinstance(value, Tensor) and value.dim() > 0 and part is not None and value.shape == part.shape
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == bucket.shard_shape(place)
 
 
 def _to_cpu(value: Any) -> Any:

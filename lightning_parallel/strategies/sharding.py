@@ -1,0 +1,166 @@
+"""Glue: ZeRO over the replicas of a split module: what is sharded, norms over shards, whole states for checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+
+from lightning_parallel.gradient_sync import GradientCompleter
+from lightning_parallel.mesh import Mesh
+from lightning_parallel.strategies import _compat
+from lightning_parallel.strategies.partition import Partition
+from lightning_parallel.strategies.span import ModelSpan
+from lightning_parallel.zero.buckets import ShardBucket
+from lightning_parallel.zero.optimizer import ShardedOptimizer
+from lightning_parallel.zero.sharder import ShardOptions, ZeroSharder
+from lightning_parallel.zero.states import load_full_state, whole_state
+
+__all__ = ["ReplicaSharding", "looks_at_gradients"]
+
+_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+_MODULE_HOOKS = ("configure_gradient_clipping", "optimizer_zero_grad")
+_OTHER_HOOKS = ("on_train_batch_start", "on_train_batch_end")
+
+
+def looks_at_gradients(trainer: Trainer) -> bool:
+    """Whether user code may read or change gradients between the backward pass and the next one.
+
+    Hooks that exist for gradients count when they are overridden, other hooks when their code names `.grad`.
+    """
+    module = trainer.lightning_module
+    if any(is_overridden(name, module) for name in (*_GRADIENT_HOOKS, *_MODULE_HOOKS)):
+        return True
+    written = [getattr(module, name) for name in (*_OTHER_HOOKS, "training_step", "optimizer_step")]
+    for callback in _compat.callbacks_of(trainer):
+        if any(getattr(type(callback), name) is not getattr(Callback, name) for name in _GRADIENT_HOOKS):
+            return True
+        written += [getattr(callback, name) for name in _OTHER_HOOKS]
+    return any(_names_grad(hook) for hook in written)
+
+
+def _names_grad(hook: Callable[..., Any]) -> bool:
+    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
+    return code is not None and "grad" in code.co_names
+
+
+class ReplicaSharding:
+    """ZeRO stage 1 or 2 over the data replicas of one split module.
+
+    Args:
+        partition: the split module.
+        optimizers: whose groups hold its parameters.
+        trainer: asked who looks at gradients.
+        stage: 1 or 2.
+        bucket_bytes: size of the buckets in which gradients are reduced.
+        is_direct: whether Lightning itself starts the backward pass; otherwise a step's gradients exist before it
+            zeroes the old ones.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        optimizers: list[torch.optim.Optimizer],
+        trainer: Trainer,
+        stage: int,
+        bucket_bytes: int,
+        is_direct: bool,
+    ) -> None:
+        self.mesh = partition.mesh
+        module = partition.module
+        local = partition.local_parameters
+        completer = GradientCompleter(local, partition.tags, self.mesh)
+        # Under manual optimization hooks complete the gradient of each backward pass as it arrives.
+        completes = module.automatic_optimization and not completer.is_empty
+        shared = [p for parameters in completer.shared.values() for p in parameters]
+        self.sharder = ZeroSharder(
+            local.values(),
+            optimizers,
+            self.mesh.data,
+            ShardOptions(
+                stage=stage,
+                bucket_bytes=bucket_bytes,
+                average=not module.automatic_optimization,
+                shows_gradients=looks_at_gradients(trainer),
+                zero_clears_all=is_direct,
+            ),
+            incomplete=[*completer.partial, *(p for p, _ in completer.replicated), *shared] if completes else (),
+            complete=completer.complete if completes else None,
+        )
+
+    def redirect_zero_grad(self, module: LightningModule) -> None:
+        """Lightning's wrappers call the class's `zero_grad`, past the one that also clears shards.
+
+        To be called once these wrappers are final.
+        """
+        wrappers: Any = module.optimizers()
+        for wrapper in wrappers if isinstance(wrappers, list) else [wrappers]:
+            wrapper.zero_grad = wrapper.optimizer.zero_grad
+
+    def _of(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
+        return next(sharded for sharded in self.sharder.optimizers if sharded.optimizer is optimizer)
+
+    def whole_state(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Inside, an optimizer of replica 0 holds the states of all replicas. Collective over the replicas."""
+        return whole_state(self._of(optimizer), self.mesh.data_control, keep=self.mesh.data_rank == 0)
+
+    def load(self, optimizer: torch.optim.Optimizer, full: Mapping[str, Any]) -> None:
+        """Loads a state dict for all replicas, of which this one keeps its part."""
+        load_full_state(self._of(optimizer), full)
+
+    def span(self, mesh: Mesh, partition: Partition, non_finite: str) -> ModelSpan:
+        """Norms and votes over gradients where they are: in shards, or in full if somebody looks at them."""
+        if self.sharder.options.shows_gradients:
+            return ModelSpan(mesh, partition.tags, partition.names, non_finite)
+        return _ShardSpan(mesh, partition, non_finite, self)
+
+
+class _ShardSpan(ModelSpan):
+    """Norms and votes over shards: padding lies outside of every one of them, so that each element counts once."""
+
+    def __init__(self, mesh: Mesh, partition: Partition, non_finite: str, sharding: ReplicaSharding) -> None:
+        super().__init__(mesh, partition.tags, partition.names, non_finite)
+        self.norm_group = mesh.world
+        self._sharding = sharding
+
+    def trained(self, optimizer: Any) -> Iterator[nn.Parameter]:
+        """What holds the gradients of an optimizer: this rank's shards."""
+        for p in self._sharding._of(getattr(optimizer, "_optimizer", optimizer)).parameters():
+            found = self._sharding.sharder.find(p)
+            shard = p if found is None else found[0].shards[found[1]]
+            if shard is not None:
+                yield shard
+
+    @contextmanager
+    def holding_gradients(self, optimizer: Any) -> Generator[None, None, None]:
+        """Inside, the groups of an optimizer hold this rank's shards."""
+        with self._sharding._of(getattr(optimizer, "_optimizer", optimizer)).on_shards():
+            yield
+
+    def _counted_parts(self, parameter: nn.Parameter) -> list[torch.Tensor]:
+        found = self._shards().get(id(parameter))
+        if found is None:
+            return super()._counted_parts(parameter)
+        bucket, place = found
+        whole, piece, gradient = bucket.parameters[place], bucket.pieces[place], parameter.grad
+        assert gradient is not None, "only shards with a gradient are counted"
+        assert piece is not None, "a shard is a piece of its parameter"
+        tag = self.tags[self.names[id(whole)]]
+        ranges = tag.counted_ranges(self.mesh.stage, self.mesh.tensor_rank)
+        if ranges is None:
+            return [gradient]
+        if not ranges or tag.shard is None:
+            return []
+        full = gradient.new_zeros(whole.numel())  # what counts may begin and end within the piece
+        full[piece[0] : piece[1]] = gradient.reshape(-1)
+        full = full.view(whole.shape)
+        return [full.narrow(tag.shard.dim, start, stop - start) for start, stop in ranges]
+
+    def _shards(self) -> dict[int, tuple[ShardBucket, int]]:
+        buckets: Iterable[ShardBucket] = self._sharding.sharder.buckets
+        return {id(s): (b, place) for b in buckets for place, s in enumerate(b.shards) if s is not None}

@@ -1,0 +1,224 @@
+"""ZeRO under a Trainer: what the other files hold to a plain run without shards, held to it with shards."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_parallel import ZeroStrategy
+from lightning_parallel.zero.memory import state_bytes
+from tests.glue.checkpointing import TiedGPT, assert_same_file, on_layout, run_both, train
+from tests.glue.oracle import Classifier, Layout, Samples, Scenario, Site, assert_same, check, observe
+from tests.glue.test_callbacks import averaged, finetuned
+from tests.glue.test_training_optimizers import (
+    CLIP_PLAN,
+    WithAdamW,
+    WithLBFGS,
+    accumulation_and_clipping,
+    adversaries,
+    all_optimizers,
+    clip_automatically,
+    clip_by_hand,
+    factors,
+    step_of,
+    windows_twice,
+)
+from tests.glue.test_training_parameters import by_sample, frozen, sometimes
+from tests.glue.test_training_precision import overflows
+from tests.glue.training import GPT, fit
+from tests.harness import Ranks
+
+
+def automatic(site: Site) -> Any:
+    return [all_optimizers(site), accumulation_and_clipping(site)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "stage"),
+    [((1, 1, 2), 1), ((1, 1, 2), 2), ((1, 1, 4), 2), ((2, 1, 2), 2), ((1, 2, 2), 1), ((1, 2, 2), 2)],
+)
+def test_optimizers_groups_windows_and_clipping(ranks: Ranks, layout: Layout, stage: int) -> None:
+    check(ranks, automatic, layout, plan="auto", zero_stage=stage)
+
+
+def by_hand(site: Site) -> Any:
+    return [adversaries(site), windows_twice(site)]
+
+
+def parameters(site: Site) -> Any:
+    """Factored moments need whole parameters; some are frozen, thaw, or are not used in every step or on every rank."""
+    return [factors(site), frozen(site), sometimes(site), by_sample(site), finetuned(site)]
+
+
+@pytest.mark.parametrize(("scenario", "stage"), [(by_hand, 1), (by_hand, 2), (parameters, 2), (overflows, 1)])
+def test_manual_optimization_whole_parameters_freezing_and_scaling(
+    ranks: Ranks, scenario: Scenario, stage: int
+) -> None:
+    check(ranks, scenario, (1, 1, 2), plan="auto", zero_stage=stage)
+
+
+def clip_both(site: Site) -> Any:
+    return [*clip_automatically(site), *(clip_by_hand(site) if site.layout and site.layout[1] == 1 else [])]
+
+
+@pytest.mark.parametrize(("layout", "stage"), [((1, 1, 2), 1), ((2, 1, 2), 2), ((1, 2, 2), 2)])
+def test_f1_norms_count_each_element_of_every_shard_once(ranks: Ranks, layout: Layout, stage: int) -> None:
+    options = {"plan": CLIP_PLAN, "zero_stage": stage}
+    for by_norm, fused, by_value, *manual in ranks(
+        math.prod(layout), observe, clip_both, layout, options, launch="lightning"
+    ):
+        for state in (by_norm, fused, *manual[:1]):
+            split, replicated = step_of(state)
+            assert split == pytest.approx([0.3, 0, 0, 0.4], abs=1e-5)
+            assert replicated == pytest.approx([1.2], abs=1e-5)
+        assert step_of(by_value) == ([3.0, 0, 0, 3.5], [3.5])
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+def resumed(site: Site, folder: Path, sources: list[Path]) -> Any:
+    """The whole run, which leaves its files, and the rest of a run from every source."""
+    found = [train(site, folder, TiedGPT())]
+    for number, source in enumerate(sources):
+        own = folder / str(number)
+        own.mkdir(exist_ok=True)
+        found.append(train(site, own, TiedGPT(), source, saves=False))
+    return found
+
+
+def test_f27_files_are_plain_and_every_layout_continues_every_other(ranks: Ranks, tmp_path: Path) -> None:
+    """Saved in the middle, inside an accumulation window and at an epoch's end; moments, rates and counters go on."""
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    expected = on_layout(ranks, None, resumed, plain, [])[0][0]
+    previous = plain
+    for layout, stage in (((1, 1, 2), 1), ((1, 1, 2), 2), ((1, 2, 2), 2)):
+        own = tmp_path / f"{layout}-{stage}"
+        own.mkdir()
+        sources = [plain / "window.ckpt", previous / "middle.ckpt", previous / "epoch.ckpt"]
+        for whole, *rest in on_layout(ranks, layout, resumed, own, sources, zero_stage=stage):
+            assert_same(whole, expected, f"{layout}, stage {stage}")
+            for part in rest:
+                assert_same(part["weights"], expected["weights"], f"{layout}, stage {stage}, resumed")
+        for file in own.glob("*.ckpt"):
+            assert_same_file(file, plain / file.name)
+        previous = own
+    back = tmp_path / "back"
+    back.mkdir()
+    _, rest = on_layout(ranks, None, resumed, back, [previous / "window.ckpt"])[0]
+    assert_same(rest["weights"], expected["weights"], "a plain run goes on")
+
+
+@pytest.mark.parametrize("kind", ["ema", "swa"])
+def test_f32_averages_are_those_of_full_weights(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+    assert len(run_both(ranks, (1, 1, 2), tmp_path, averaged, kind, zero_stage=2)) == 9
+
+
+# ------------------------------------------------------------------------------------------------ by name
+class Wide(Classifier):
+    """Most of its elements are in one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = torch.nn.Parameter(torch.zeros(8, 4096))
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().loss(batch) + (batch["x"] @ self.wide).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Sizes(Callback):
+    """Bytes per parameter after the first step."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
+        count = sum(p.numel() for p in module.parameters())
+        state = trainer.optimizers[0].state
+        moments = [value for entry in state.values() for key, value in entry.items() if key != "step"]
+        self.optimizer = sum(value.numel() * value.element_size() for value in moments) / count
+        self.parameters = sum(p.numel() * p.element_size() for p in module.parameters()) / count
+
+
+def by_name(rank: int, world_size: int, name: str) -> Any:
+    module, sizes = Wide(), Sizes()
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(accelerator="cpu", devices=world_size, strategy=name, max_steps=1, callbacks=[sizes], **options)
+    trainer.fit(module, Site().loader(Samples(8), 4))
+    return sizes.parameters, sizes.optimizer, type(trainer.strategy).__name__, trainer.strategy.zero_config.stage
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_names_shard_the_state(ranks: Ranks, stage: int) -> None:
+    expected = state_bytes(stage, 2)
+    for parameters, optimizer, kind, found in ranks(2, by_name, f"zero{stage}", launch="lightning"):
+        assert (kind, found) == ("ZeroStrategy", stage)
+        assert parameters == pytest.approx(expected.parameters)
+        assert optimizer == pytest.approx(expected.optimizer, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"stage": 3}, r"stage 3 of ZeRO is not available; use 0 \(nothing sharded\), 1 \(optimizer state\) or 2"),
+        ({"stage": "FULL_SHARD"}, "stage 'FULL_SHARD' of ZeRO is not available; use 0"),
+        ({"stage": True}, "stage True of ZeRO is not available"),
+        ({"offload": "cpu"}, "offload='cpu' is not available: shards stay on the device; leave it out"),
+        ({"nvme_path": "/scratch"}, "nvme_path='/scratch' is not available"),
+        ({"stages": 2}, "ZeroStrategy has no option 'stages'; did you mean stage?"),
+    ],
+)
+def test_what_is_not_available_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        ZeroStrategy(**options)
+
+
+def test_names_of_other_worlds() -> None:
+    assert ZeroStrategy("SHARD_GRAD_OP").zero_config.stage == 2
+    assert ZeroStrategy("NO_SHARD", offload=None, offload_parameters=False).zero_config.stage == 0
+    assert "zero3" not in StrategyRegistry
+
+
+def refused(site: Site) -> str:
+    with pytest.raises(ValueError, match="LBFGS needs all parameters at once") as error:
+        fit(site, WithLBFGS(), Samples(36))
+    return str(error.value)
+
+
+def test_optimizers_that_need_the_whole_model_are_refused(ranks: Ranks) -> None:
+    for text in ranks(2, observe, refused, (1, 1, 2), {"zero_stage": 1}, launch="lightning"):
+        assert "its state cannot be sharded over replicas; use an optimizer such as AdamW" in text
+
+
+# ------------------------------------------------------------------------------------------------ gradients in hooks
+class Scales(WithAdamW):
+    """Changes gradients in a hook, and looks at them in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+        self.norms.append(float(torch.stack(norms).norm()))
+
+
+def hooks(site: Site) -> Any:
+    module: GPT = Scales()
+    seen = fit(site, module, gradient_clip_val=0.1)
+    return seen, module.norms
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 2), (1, 2, 2)])
+def test_hooks_see_and_change_full_gradients(ranks: Ranks, layout: Layout) -> None:
+    check(ranks, hooks, layout, plan="auto", zero_stage=2)
