@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from lightning_parallel.scaling.checks import BUDGETS, COUNTS, check_range
-from lightning_parallel.scaling.laws import DEFAULT_LAW, FLOPS_PER_PARAM_AND_TOKEN, get_law
+from lightning_parallel.scaling.laws import DEFAULT_LAW, FLOPS_PER_PARAM_AND_TOKEN, Law, get_law
 
 __all__ = ["SizingGoal", "SizingPlan", "Suggestion", "suggestion"]
 
@@ -67,7 +67,7 @@ class SizingGoal:
         flops_per_second: what one device really does per second, measured or taken from a similar run.
         loss: the cheapest run that reaches this loss.
         tokens: data that exists; the model is chosen for one pass over it.
-        law: name of the law.
+        law: name of a law, or a `Law` of a fit of one's own.
     """
 
     flops: float | None = None
@@ -75,7 +75,7 @@ class SizingGoal:
     flops_per_second: float | None = None
     loss: float | None = None
     tokens: float | None = None
-    law: str = DEFAULT_LAW
+    law: str | Law = DEFAULT_LAW
 
     def __post_init__(self) -> None:
         given = [name for name in ("flops", "device_hours", "loss", "tokens") if getattr(self, name) is not None]

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lightning_parallel.scaling import get_law, optimal, tokens_for
+from lightning_parallel.scaling import Law, ParametricLoss, get_law, optimal, tokens_for
 from lightning_parallel.scaling.meter import ComputeMeter, RateWindow
 from lightning_parallel.scaling.micro_batches import candidates, largest_that_fits
 from lightning_parallel.scaling.outlook import loss_band, outlook
@@ -48,7 +48,8 @@ def test_other_goals_come_down_to_a_budget() -> None:
     assert data.plan(1.1e9, 1000).tokens == 2e10
     fixed = SizingGoal()
     assert fixed.plan(1e9, 1000).tokens == pytest.approx(tokens_for(1e9), rel=1e-6)
-    for law in ("kaplan", "hoffmann-3", "besiroglu"):
+    own = Law.from_surface("own", "a sweep", ParametricLoss(1.0, 10.0, 10.0, 0.5, 0.5))
+    for law in ("kaplan", "hoffmann-3", "besiroglu", own):
         goal = SizingGoal(tokens=1e11, law=law)
         assert optimal(goal.budget or 0, law).tokens == pytest.approx(1e11)
 
