@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-
 __all__ = ["GIB", "GPUS", "PRECISIONS", "Cluster", "Gpu", "find_gpu"]
 
 GIB = 2**30

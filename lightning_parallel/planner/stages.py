@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from lightning_parallel.pipeline.actions import Schedule
 from lightning_parallel.pipeline.partition import partition_blocks
-from lightning_parallel.pipeline.schedules import build_schedule
+from lightning_parallel.pipeline.schedules import compute_plan
 from lightning_parallel.pipeline.simulate import peak_live_micro_batches
 from lightning_parallel.planner.job import Candidate
 from lightning_parallel.planner.model_shape import ModelShape
@@ -36,7 +37,10 @@ def _even_blocks(layers: int, pipeline: int, virtual_stages: int) -> tuple[int, 
     """Blocks per rank for ``virtual_stages`` chunks each; uneven blocks count embedding and head as one block each."""
     chunks = pipeline * virtual_stages
     ends = 1 if layers % chunks and chunks <= layers + 2 else 0
-    counts = [stop - start for start, stop in partition_blocks([1] * (layers + 2 * ends), chunks)]
+    if chunks > layers + 2 * ends:
+        raise ValueError(f"{layers} blocks cannot be split into {chunks} stages; use at most {layers} stages")
+    each, more = divmod(layers + 2 * ends, chunks)
+    counts = [each + (chunk >= chunks - more) for chunk in range(chunks)]
     counts[0] -= ends
     counts[-1] -= ends
     return tuple(sum(counts[rank::pipeline]) for rank in range(pipeline))
@@ -59,8 +63,9 @@ def live_micro_batches(schedule: str, stages: int, micro_batches: int) -> tuple[
     """Per stage, micro-batches between forward and backward at one time, read off the schedule that runs."""
     if schedule == "gpipe":
         return (micro_batches,) * stages
-    # More micro-batches than twice the stages repeat the steady state.
-    return peak_live_micro_batches(build_schedule("1f1b", stages, min(micro_batches, 2 * stages)))
+    # From as many micro-batches as stages on, 1F1B repeats its steady state.
+    count = min(micro_batches, stages)
+    return peak_live_micro_batches(Schedule(schedule, stages, count, compute_plan(schedule, stages, count)))
 
 
 def live_blocks(shape: ModelShape, split: Candidate, micro_batches: int) -> tuple[float, ...]:
