@@ -20,7 +20,8 @@ __all__ = ["ComputeBudget"]
 class ComputeBudget(Callback):
     """Counts the FLOPs that training spends and stops before the optimizer step that would exceed the budget.
 
-    All ranks stop after the same step. What a resumed run had spent before counts.
+    All ranks stop after the same step: once per optimizer step the replicas add up how many tokens they had, which is
+    one small message. What a resumed run had spent before counts.
 
     Args:
         flops: the budget.
