@@ -84,6 +84,10 @@ ACCUMULATING = Job("one process, micro-batches", "bare_jobs.one_process_accumula
 OUR_PIPELINE = Job("tp_pp, pipeline 2", "lightning_jobs.our_pipeline", last_rank_loss=True)
 TORCH_1F1B = Job("torch Schedule1F1B, plain loop", "bare_jobs.torch_1f1b", last_rank_loss=True)
 
+REDUNDANCY = Job("Lightning DDP, ZeroRedundancyOptimizer", "lightning_jobs.ddp_zero_redundancy")
+ZERO1 = Job("zero1", "lightning_jobs.our_zero1")
+ZERO2 = Job("zero2", "lightning_jobs.our_zero2")
+
 HEATS = {
     "tp": Heat(
         "tensor parallel, 2 processes",
@@ -101,6 +105,18 @@ HEATS = {
         (
             Target(OUR_DATA.name, DDP.name, "faster", {"mid": 1.0}),
             Target(OUR_DATA.name, DDP.name, "cpu", {"mid": 1.0}),
+        ),
+    ),
+    "zero": Heat(
+        "sharded optimizer state and gradients, 2 processes",
+        (OUR_DATA, REDUNDANCY, ZERO1, ZERO2),
+        tuple(
+            target
+            for job in (ZERO1, ZERO2)
+            for target in (
+                Target(job.name, OUR_DATA.name, "overhead", {"mid": 0.03}),
+                Target(job.name, REDUNDANCY.name, "faster", {"mid": 1.1}),
+            )
         ),
     ),
     "pp": Heat(

@@ -9,11 +9,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_parallel import TensorPipelineStrategy
+from lightning_parallel import TensorPipelineStrategy, ZeroStrategy
 from tests.benchmarks.job import Run
 from tests.benchmarks.model import GPT, Sizes, batches, loss_of, optimizer_of
 
@@ -44,6 +45,14 @@ class LitGPT(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return optimizer_of(self)
+
+
+class LitRedundancyGPT(LitGPT):
+    """What torch's own sharding of optimizer state asks its user to write."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        plain = optimizer_of(self)
+        return ZeroRedundancyOptimizer(self.parameters(), type(plain), lr=plain.defaults["lr"])
 
 
 class LitDTensorGPT(LitGPT):
@@ -141,3 +150,18 @@ def model_parallel_strategy(run: Run) -> list[Tensor]:
 def ddp(run: Run) -> list[Tensor]:
     """Lightning's `DDPStrategy`."""
     return _fit(run, LitGPT(run.sizes), DDPStrategy(), run.ranks)
+
+
+def ddp_zero_redundancy(run: Run) -> list[Tensor]:
+    """Lightning's `DDPStrategy` with torch's `ZeroRedundancyOptimizer`."""
+    return _fit(run, LitRedundancyGPT(run.sizes), DDPStrategy(), run.ranks)
+
+
+def our_zero1(run: Run) -> list[Tensor]:
+    """This package, optimizer state sharded."""
+    return _fit(run, LitGPT(run.sizes), ZeroStrategy(stage=1), run.ranks)
+
+
+def our_zero2(run: Run) -> list[Tensor]:
+    """This package, optimizer state and gradients sharded."""
+    return _fit(run, LitGPT(run.sizes), ZeroStrategy(stage=2), run.ranks)
