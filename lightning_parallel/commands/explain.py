@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_parallel.commands.answer import Answer, add_command
+from lightning_parallel.commands.answer import Answer, add_command, table
 from lightning_parallel.pipeline.schedules import SCHEDULE_NAMES, build_schedule
 from lightning_parallel.pipeline.simulate import simulate
+from lightning_parallel.planner.explain import collectives, ring_all_reduce, split_product, wires, zero_rows
+from lightning_parallel.planner.hardware import Cluster, find_gpu
+from lightning_parallel.planner.job import Candidate, TrainingJob
+from lightning_parallel.planner.typical import typical_shape
 
 if TYPE_CHECKING:
     from lightning_parallel.commands.answer import Subcommands
@@ -25,6 +31,19 @@ def add_parser(commands: Subcommands) -> None:
     bubble.add_argument("--stages", type=int, default=4)
     bubble.add_argument("--micro-batches", type=int, default=8)
     bubble.add_argument("--schedule", choices=SCHEDULE_NAMES, default="1f1b")
+    bubble.add_argument("--plot", type=Path, help="also draw the schedule into this PNG or SVG file")
+    ring = add_command(topics, "ring", _ring, summary="a ring all-reduce, step by step")
+    ring.add_argument("--ranks", type=int, default=4)
+    every = add_command(topics, "collectives", _collectives, summary="what each collective leaves on each rank")
+    every.add_argument("--ranks", type=int, default=4)
+    zero = add_command(topics, "zero", _zero, summary="what each ZeRO stage leaves on each rank")
+    zero.add_argument("--params", type=float, default=7e9)
+    zero.add_argument("--ranks", type=int, default=4)
+    tensor = add_command(topics, "tensor", _tensor, summary="a product of matrices over tensor ranks")
+    tensor.add_argument("--ranks", type=int, default=2)
+    topology = add_command(topics, "topology", _topology, summary="which traffic belongs on which wire")
+    topology.add_argument("--params", type=float, default=70e9)
+    topology.add_argument("--gpu", default="h100-80gb")
 
 
 def _bubble(arguments: argparse.Namespace) -> Answer:
@@ -40,6 +59,11 @@ def _bubble(arguments: argparse.Namespace) -> Answer:
         "peak_live_micro_batches": list(run.peak_live),
         "grid": run.timeline().splitlines(),
     }
+    if arguments.plot is not None:
+        # Only a drawing needs matplotlib.
+        from lightning_parallel.commands.plots import draw_schedule
+
+        draw_schedule(run, arguments.plot)
     text = (
         f"{schedule.name}: {stages} stages, {micro_batches} micro-batches; a backward takes as long as two forwards\n",
         run.timeline(),
@@ -48,3 +72,103 @@ def _bubble(arguments: argparse.Namespace) -> Answer:
         f"micro-batches whose activations a stage keeps at once: {', '.join(map(str, run.peak_live))}",
     )
     return Answer(data, text)
+
+
+def _numbers(ranks: int) -> list[list[float]]:
+    """A vector per rank in which every number tells its rank and place: rank 2 holds 20, 21, ..."""
+    return [[10.0 * rank + place for place in range(ranks)] for rank in range(ranks)]
+
+
+def _vector(values: Sequence[float]) -> str:
+    return "[" + " ".join(f"{value:g}" for value in values) + "]"
+
+
+def _ring(arguments: argparse.Namespace) -> Answer:
+    ring = ring_all_reduce(_numbers(arguments.ranks))
+    steps = [
+        {
+            "phase": step.phase,
+            "sends": [list(send) for send in step.sends],
+            "complete": [list(c) for c in step.complete],
+        }
+        for step in ring.steps
+    ]
+    data = {"ranks": ring.ranks, "sends": ring.sends, "bytes_per_rank_over_size": ring.share, "steps": steps}
+    grid = table(
+        f"ring all-reduce over {ring.ranks} ranks", "step", "sends rank>rank:chunk", "complete chunks per rank"
+    )
+    for number, step in enumerate(ring.steps):
+        sends = " ".join(f"{a}>{b}:{chunk}" for a, b, chunk in step.sends)
+        grid.add_row(f"{number} {step.phase}", sends, " ".join(_vector(chunks) for chunks in step.complete))
+    n = ring.ranks
+    text = (
+        f"{ring.sends} sends = 2 (n - 1) n; each rank sends 2 (n - 1) / n = {ring.share:.3g} times the vector, "
+        f"however many ranks there are; afterwards every rank holds {_vector(ring.result[n - 1])}"
+    )
+    return Answer({**data, "result": [list(vector) for vector in ring.result]}, (grid, text))
+
+
+def _collectives(arguments: argparse.Namespace) -> Answer:
+    before = _numbers(arguments.ranks)
+    after = collectives(before)
+    grid = table(
+        "what each rank holds afterwards (root is rank 0)", "collective", *(f"rank {r}" for r in range(len(before)))
+    )
+    for name, vectors in {"before": before, **after}.items():
+        grid.add_row(name.replace("_", "-"), *(_vector(vector) for vector in vectors))
+    return Answer({"before": before, **{name: [list(v) for v in vectors] for name, vectors in after.items()}}, (grid,))
+
+
+def _zero(arguments: argparse.Namespace) -> Answer:
+    rows = zero_rows(arguments.params, arguments.ranks, Cluster(find_gpu("a100-80gb"), nodes=1))
+    grid = table(
+        f"{arguments.params:.3g} parameters over {arguments.ranks} ranks (GB, 1e9 bytes, per rank)", "ZeRO stage"
+    )
+    for name in ("weights", "gradients", "optimizer", "total"):
+        grid.add_column(name, justify="right")
+    for row in rows:
+        figures = (row.weights, row.gradients, row.optimizer, row.total)
+        grid.add_row(str(row.stage), *(f"{size / 1e9:.4g}" for size in figures))
+    text = "2 bytes of weight, 2 of gradient, 12 of 32-bit weight and Adam's two moments per parameter"
+    data = {
+        "parameters": arguments.params,
+        "ranks": arguments.ranks,
+        "gb_per_rank": [
+            {
+                "stage": r.stage,
+                **{name: getattr(r, name) / 1e9 for name in ("weights", "gradients", "optimizer", "total")},
+            }
+            for r in rows
+        ],
+    }
+    return Answer(data, (grid, text))
+
+
+def _tensor(arguments: argparse.Namespace) -> Answer:
+    product = split_product(arguments.ranks)
+    grid = table("Y = X A B; columns of A and rows of B on each rank", "rank", "columns and rows", "its part of Y")
+    for rank, part in enumerate(product.partial):
+        ranges = ", ".join(f"{segment.start}:{segment.stop}" for segment in product.columns.parts[rank])
+        grid.add_row(str(rank), ranges, _vector(part))
+    text = (
+        f"the sum of the parts, one all-reduce, is Y = {_vector(product.total)}; between A and B nothing is sent. "
+        "A block does this twice (attention, MLP) forward and twice backward: 4 sums of b s h numbers."
+    )
+    data = {"partial": [list(part) for part in product.partial], "total": list(product.total), "sums_per_block": 4}
+    return Answer(data, (grid, text))
+
+
+def _topology(arguments: argparse.Namespace) -> Answer:
+    cluster = Cluster(find_gpu(arguments.gpu), nodes=8)
+    job = TrainingJob(typical_shape(arguments.params), cluster, 256)
+    found = wires(job, Candidate(tensor=8, data=8, zero_stage=1))
+    grid = table("one step of 256 sequences, tensor 8 x data 8", "traffic", "GB summed", "s inside a node", "s across")
+    for wire in found:
+        grid.add_row(wire.kind, f"{wire.size / 1e9:.4g}", f"{wire.inside:.3g}", f"{wire.across:.3g}")
+    tensor, data = found
+    text = (
+        f"Moving tensor parallelism to the network would cost {tensor.across - tensor.inside:.3g} s a step, moving "
+        f"data parallelism there costs {data.across - data.inside:.3g} s: tensor inside a node, data across nodes."
+    )
+    keys = {wire.kind: {"gb": wire.size / 1e9, "inside": wire.inside, "across": wire.across} for wire in found}
+    return Answer(keys, (grid, text))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 
-from lightning_parallel.planner import model_shape
+import pytest
 
 
-def test_docstring_examples() -> None:
-    result = doctest.testmod(model_shape)
-    assert result.attempted >= 3
+@pytest.mark.parametrize("name", ["explain", "model_shape", "typical"])
+def test_docstring_examples(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"lightning_parallel.planner.{name}"))
+    assert result.attempted > 0
     assert result.failed == 0
