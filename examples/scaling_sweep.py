@@ -12,12 +12,14 @@ the prediction stands beside what the larger run really reached.
 from __future__ import annotations
 
 import argparse
+import bisect
 import logging
 import math
 import sys
 import time
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -45,6 +47,7 @@ def sizes(width: int) -> dict[str, int]:
     return {"layers": LAYERS, "width": width, "heads": width // HEAD_SIZE, "context": CONTEXT}
 
 
+@cache
 def count(width: int) -> int:
     """Parameters of the model of a width, which is built without memory to count them."""
     with torch.device("meta"):
@@ -54,7 +57,9 @@ def count(width: int) -> int:
 def closest_width(params: float) -> int:
     """The width whose model is nearest to a number of parameters."""
     widths = range(HEAD_SIZE, 1025, HEAD_SIZE)
-    return min(widths, key=lambda width: abs(math.log(count(width) / params)))
+    above = bisect.bisect_left(widths, params, key=count)
+    around = widths[max(0, above - 1) : above + 1] or widths[-1:]
+    return min(around, key=lambda width: abs(math.log(count(width) / params)))
 
 
 def widths_for(flops: float, spread: Sequence[float]) -> list[int]:
