@@ -88,6 +88,7 @@ def _plan_data(job: TrainingJob, plan: Plan, price: float, tokens: float) -> dic
         "mfu": flops / peak,
         "hfu": (flops + recomputed_flops(job, split)) / peak,
         "gpu_hours_per_billion_tokens": 1e9 / per_second * gpus / 3600,
+        "dataloader_batch_size": _loader_batch(job, split),
         "strategy": strategy_of(job, split),
         "trainer": trainer_line(job, split),
         "yaml": yaml_text(job, split),
@@ -98,6 +99,11 @@ def _plan_data(job: TrainingJob, plan: Plan, price: float, tokens: float) -> dic
         if price:
             data["run"]["cost"] = hours * gpus * price
     return data
+
+
+def _loader_batch(job: TrainingJob, split: Candidate) -> int:
+    """Sequences that a loader yields: our strategies cut a replica's batch themselves, others accumulate."""
+    return split.micro_batch * (split.micro_batches(job) if split.tensor * split.pipeline > 1 else 1)
 
 
 def _rejected_data(job: TrainingJob, entry: Rejected) -> dict[str, Any]:
