@@ -85,6 +85,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tokens", type=float, default=0.0, help="of the whole run, for days, GPU-hours and cost")
     group.add_argument("--attention", choices=ATTENTIONS, default="flash")
     group.add_argument("--kernels", choices=KERNELS, default="plain", help="modules of torch, or hand-written layers")
+    group.add_argument("--dropout", action=argparse.BooleanOptionalAction, default=True, help="of plain blocks")
     group.add_argument("--trainable", type=float, default=1.0, help="part of the parameters that is trained (adapters)")
 
 
@@ -131,6 +132,7 @@ def _answer(arguments: argparse.Namespace) -> Answer:
         kernels=arguments.kernels,
         states=arguments.states,
         trainable=arguments.trainable,
+        dropout=arguments.dropout,
     )
     fixed = {name: getattr(arguments, name) for name in _FIXED if getattr(arguments, name) is not None}
     result = search(job, fixed)

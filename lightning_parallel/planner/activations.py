@@ -33,7 +33,7 @@ def block_bytes(job: TrainingJob, split: Candidate) -> float:
 def _token_bytes(job: TrainingJob, split: Candidate) -> float:
     """Bytes per token without the scores: inputs of norms and products, and of the MLP's nonlinearity."""
     shape, width = job.shape, job.weight_bytes
-    dropout_masks = 0.0 if shape.gated else 2.0
+    dropout_masks = 2.0 if job.dropout and not shape.gated else 0.0
     residual = shape.hidden * (4 * width + dropout_masks) / (split.tensor if split.sequence_parallel else 1)
     inner = {(False, "plain"): 2, (False, "fused"): 2, (True, "plain"): 4, (True, "fused"): 3}
     attention = 2 * shape.query_width + 2 * shape.key_value_width

@@ -49,6 +49,7 @@ class TrainingJob:
             read and write the activations less often.
         states: with 16 bit or less, "mixed" keeps 16-bit weights and gradients beside 32-bit master weights,
             "fp32-gradients" sums gradients in 32 bit (Megatron), "true" has no master weights.
+        dropout: whether a plain (not gated) block drops parts of the residual stream, so that it keeps two masks.
         trainable: the part of the parameters that is trained (below 1 for adapters such as LoRA).
 
     Raises:
@@ -64,6 +65,7 @@ class TrainingJob:
     kernels: str = "plain"
     states: str = "mixed"
     trainable: float = 1.0
+    dropout: bool = True
 
     def __post_init__(self) -> None:
         known = {"precision": PRECISIONS, "optimizer": tuple(OPTIMIZERS), "attention": ATTENTIONS, "states": STATES}
