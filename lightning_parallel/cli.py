@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from lightning_parallel.commands import explain, plan, scaling
+from lightning_parallel.commands import doctor, explain, plan, scaling
 from lightning_parallel.commands.answer import show
 
 __all__ = ["main"]
 
-COMMANDS = (plan, explain, scaling)
+COMMANDS = (plan, explain, scaling, doctor)
 USAGE_ERROR = 2
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_parallel.cli import main
+from lightning_parallel.commands.doctor import LAUNCH_VARIABLES, environment_problems
 from lightning_parallel.commands.modules import parameter_count, shape_of_module
 from lightning_parallel.strategies import TensorPipelineStrategy
 
@@ -81,6 +82,37 @@ def test_the_shape_of_a_module_is_read_off_its_blocks() -> None:
     shape = shape_of_module(module)
     assert (shape.layers, shape.hidden, shape.heads, shape.ffn, shape.vocab) == (6, 64, 4, 256, 1000)
     assert shape.parameters == sum(p.numel() for p in module.parameters())
+
+
+def test_the_doctor_tells_versions_names_and_devices(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in LAUNCH_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert main(["doctor", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["versions"]["torch"] == torch.__version__
+    assert "tp_pp" in data["strategies"]
+    assert len(data["devices"]) == torch.cuda.device_count()
+    assert data["problems"] == []
+    monkeypatch.setenv("RANK", "0")
+    assert main(["doctor"]) == 1
+    assert "RANK set without LOCAL_RANK" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("environment", "text"),
+    [
+        ({}, None),
+        ({"WORLD_SIZE": "2"}, "set without RANK"),
+        (dict.fromkeys(LAUNCH_VARIABLES, "1"), "RANK=1 is outside of WORLD_SIZE=1"),
+        ({**dict.fromkeys(LAUNCH_VARIABLES, "1"), "WORLD_SIZE": "2"}, None),
+    ],
+)
+def test_launch_variables_must_fit_together(environment: dict[str, str], text: str | None) -> None:
+    problems = environment_problems(environment)
+    assert len(problems) == (text is not None)
+    assert text is None or text in problems[0]
 
 
 def test_wrong_values_end_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
