@@ -139,8 +139,9 @@ def report(predicted: Run, band: tuple[float, float], observed: Run, console: Co
         f"observed - predicted: {difference:+.4f} ({difference / predicted.loss:+.2%}), {inside} of the 80% bootstrap "
         f"interval {band[0]:.4f} .. {band[1]:.4f}",
         highlight=False,
+        soft_wrap=True,
     )
-    console.print(f"by the published law: {verdict(observed.params, observed.tokens)}", highlight=False)
+    console.print(f"by the published law: {verdict(observed.params, observed.tokens)}", highlight=False, soft_wrap=True)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -172,7 +173,7 @@ def main() -> None:
     try:
         valleys = fit_isoflops(runs).valleys
     except ValueError as error:
-        console.print(f"no parabolas: {error}", highlight=False)
+        console.print(f"no parabolas: {error}", highlight=False, soft_wrap=True)
     flops = arguments.factor * max(arguments.budgets)
     width = closest_width(law.optimal(flops).params)
     params = count(width)

@@ -14,7 +14,7 @@ from lightning_parallel.scaling.runs import Run
 __all__ = ["plot_scaling"]
 
 SIDES = 10.0
-"""Curves reach from this factor below the optimal size to this factor above it."""
+"""Curves reach from this factor below the optimal size to this factor above it, and to every run."""
 POINTS = 81
 
 
@@ -63,12 +63,13 @@ def _draw_curves(axes: Any, law: Law, budgets: Sequence[float], runs: Sequence[R
     for place, flops in enumerate(budgets):
         colour = f"C{place % 10}"
         best = law.pair(flops)
-        steps = [SIDES ** (2 * index / (POINTS - 1) - 1) for index in range(POINTS)]
-        sizes = [best.params * step for step in steps]
+        near = [run for run in runs if min(budgets, key=lambda b: abs(math.log(b / run.flops))) == flops]
+        low = min([best.params / SIDES, *(run.params for run in near)])
+        high = max([best.params * SIDES, *(run.params for run in near)])
+        sizes = [low * (high / low) ** (index / (POINTS - 1)) for index in range(POINTS)]
         losses = [law.surface(size, flops / FLOPS_PER_PARAM_AND_TOKEN / size) for size in sizes]
         axes.plot(sizes, losses, color=colour, label=f"{flops:.2g} FLOPs")
         axes.plot([best.params], [best.loss], marker="*", markersize=11, color=colour)
-        near = [run for run in runs if min(budgets, key=lambda b: abs(math.log(b / run.flops))) == flops]
         axes.plot([run.params for run in near], [run.loss for run in near], "o", color=colour)
     axes.set(xscale="log", xlabel="parameters", ylabel="loss, nats per token", title=f"equal compute, law {law.name!r}")
     axes.legend(fontsize="small")
