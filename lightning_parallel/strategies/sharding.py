@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -102,8 +102,15 @@ class ReplicaSharding:
         for wrapper in wrappers if isinstance(wrappers, list) else [wrappers]:
             wrapper.zero_grad = wrapper.optimizer.zero_grad
 
+    def find(self, optimizer: Any) -> ShardedOptimizer | None:
+        """What steps an optimizer, or Lightning's wrapper of it, on shards; None if it is not the trainer's."""
+        plain = getattr(optimizer, "_optimizer", optimizer)
+        return next((sharded for sharded in self.sharder.optimizers if sharded.optimizer is plain), None)
+
     def _of(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
-        return next(sharded for sharded in self.sharder.optimizers if sharded.optimizer is optimizer)
+        sharded = self.find(optimizer)
+        assert sharded is not None, "the strategy saves and loads only its own optimizers"
+        return sharded
 
     def whole_state(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """Inside, an optimizer of replica 0 holds the states of all replicas. Collective over the replicas."""
@@ -130,7 +137,8 @@ class _ShardSpan(ModelSpan):
 
     def trained(self, optimizer: Any) -> Iterator[nn.Parameter]:
         """What holds the gradients of an optimizer: this rank's shards."""
-        for p in self._sharding._of(getattr(optimizer, "_optimizer", optimizer)).parameters():
+        sharded = self._sharding.find(optimizer)
+        for p in super().trained(optimizer) if sharded is None else sharded.parameters():
             found = self._sharding.sharder.find(p)
             shard = p if found is None else found[0].shards[found[1]]
             if shard is not None:
@@ -139,7 +147,8 @@ class _ShardSpan(ModelSpan):
     @contextmanager
     def holding_gradients(self, optimizer: Any) -> Generator[None, None, None]:
         """Inside, the groups of an optimizer hold this rank's shards."""
-        with self._sharding._of(getattr(optimizer, "_optimizer", optimizer)).on_shards():
+        sharded = self._sharding.find(optimizer)
+        with nullcontext() if sharded is None else sharded.on_shards():
             yield
 
     def _counted_parts(self, parameter: nn.Parameter) -> list[torch.Tensor]:

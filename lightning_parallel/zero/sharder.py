@@ -154,10 +154,6 @@ class ZeroSharder:
         self._order = BucketOrder([n + 1 if is_late else n for n, is_late in zip(waiting, late, strict=True)])
         self._seen, self._reduced, self._armed = set(), [], True
 
-    def disarm(self) -> None:
-        """Forget an armed state, for example after a failed step."""
-        self._armed = False
-
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         index, place = self._places[id(parameter)]
         self.buckets[index].add_gradient(place)

@@ -16,6 +16,7 @@ from lightning_parallel.zero.memory import state_bytes
 from tests.glue.checkpointing import TiedGPT, assert_same_file, on_layout, run_both, train
 from tests.glue.oracle import Classifier, Layout, Samples, Scenario, Site, assert_same, check, observe
 from tests.glue.test_callbacks import averaged, finetuned
+from tests.glue.test_training_layouts import clipped_windows
 from tests.glue.test_training_optimizers import (
     CLIP_PLAN,
     WithAdamW,
@@ -45,6 +46,10 @@ def automatic(site: Site) -> Any:
 )
 def test_optimizers_groups_windows_and_clipping(ranks: Ranks, layout: Layout, stage: int) -> None:
     check(ranks, automatic, layout, plan="auto", zero_stage=stage)
+
+
+def test_gradients_that_tensor_ranks_complete_first(ranks: Ranks) -> None:
+    check(ranks, clipped_windows, (2, 1, 2), plan="auto", zero_stage=2, sequence_parallel=True)
 
 
 def by_hand(site: Site) -> Any:
