@@ -84,7 +84,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--global-batch", type=int, help="sequences per step; by default one per GPU")
     group.add_argument("--tokens", type=float, default=0.0, help="of the whole run, for days, GPU-hours and cost")
     group.add_argument("--attention", choices=ATTENTIONS, default="flash")
-    group.add_argument("--kernels", choices=KERNELS, default="plain", help="modules of torch, or hand-written layers")
+    group.add_argument("--kernels", choices=("auto", *KERNELS), default="auto", help="torch's modules, or hand-written")
     group.add_argument("--dropout", action=argparse.BooleanOptionalAction, default=True, help="of plain blocks")
     group.add_argument("--trainable", type=float, default=1.0, help="part of the parameters that is trained (adapters)")
 
@@ -129,7 +129,7 @@ def _answer(arguments: argparse.Namespace) -> Answer:
         precision=arguments.precision,
         optimizer=arguments.optimizer,
         attention=arguments.attention,
-        kernels=arguments.kernels,
+        kernels=_kernels(arguments),
         states=arguments.states,
         trainable=arguments.trainable,
         dropout=arguments.dropout,
@@ -139,6 +139,13 @@ def _answer(arguments: argparse.Namespace) -> Answer:
     data = result_data(result, price=arguments.price, tokens=arguments.tokens)
     data["advice"] = advice(result)
     return Answer(data, tuple(_text(data)), status=0 if data["plans"] else 1)
+
+
+def _kernels(arguments: argparse.Namespace) -> str:
+    """Products of 8 and 4 bit come with hand-written layers (Transformer Engine); the rest is torch's own."""
+    if arguments.kernels != "auto":
+        return str(arguments.kernels)
+    return "fused" if arguments.precision in ("fp8", "nvfp4") else "plain"
 
 
 def _shape(arguments: argparse.Namespace) -> ModelShape:

@@ -54,6 +54,18 @@ def test_the_yaml_and_the_trainer_line_make_the_same_strategy(capsys: pytest.Cap
     assert all(f"      {name}: {json.dumps(value)}" in best["yaml"].splitlines() for name, value in options.items())
 
 
+@pytest.mark.parametrize(("precision", "expected"), [("bf16", "plain"), ("fp8", "fused")])
+def test_kernels_are_those_that_come_with_the_precision(
+    precision: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", "--params", "7e9", "--precision", precision, "--json"]
+    seconds = []
+    for kernels in ("auto", expected):
+        assert main([*arguments, "--kernels", kernels]) == 0
+        seconds.append(json.loads(capsys.readouterr().out)["plans"][0]["step_seconds"]["total"])
+    assert seconds[0] == seconds[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
