@@ -15,6 +15,7 @@ from lightning_parallel.strategies.base import PartitionedStrategy
 
 __all__ = ["BatchCounter", "count_parameters", "count_tokens", "log_interval", "num_replicas", "sum_over_replicas"]
 
+FLAT_SHARDS = ("DeepSpeedStrategy", "FSDPStrategy")
 TOKEN_KEYS = ("input_ids", "tokens", "labels")
 
 
@@ -66,8 +67,17 @@ def sum_over_replicas(trainer: Trainer, *values: float) -> list[float]:
 
 
 def whole_size(trainer: Trainer, module: LightningModule) -> int:
-    """Parameters of the whole model while it trains, whatever part of it this rank holds."""
+    """Parameters of the whole model while it trains, whatever part of it this rank holds.
+
+    Raises:
+        ValueError: the strategy has replaced the parameters by flat shards, which do not tell.
+    """
     strategy = trainer.strategy
+    if type(strategy).__name__ in FLAT_SHARDS:
+        raise ValueError(
+            f"{type(strategy).__name__} keeps parameters as shards that cannot be counted while it trains; pass "
+            "params= or flops_per_token=, for example params=sum(p.numel() for p in module.parameters()) before fit()"
+        )
     split = strategy.num_parameters if isinstance(strategy, PartitionedStrategy) else 0
     return split or count_parameters(module)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -200,6 +201,16 @@ def test_a_skipped_batch_does_not_count() -> None:
     assert counter.take(run)[0] == 0
     with pytest.raises(ValueError, match="tokens_fn returned 1.5"):
         BatchCounter(1, lambda batch: 1.5).begin("a")  # type: ignore[arg-type, return-value]
+
+
+class FSDPStrategy(SingleDeviceStrategy):
+    """Named like the one that keeps flat shards."""
+
+
+def test_flat_shards_are_not_counted() -> None:
+    run = trainer(ComputeBudget(1e9), strategy=FSDPStrategy("cpu"))
+    with pytest.raises(ValueError, match="FSDPStrategy keeps parameters as shards .* pass params= or flops_per_token="):
+        run.fit(built())
 
 
 def test_a_budget_below_one_step_is_refused() -> None:

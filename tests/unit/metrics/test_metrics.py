@@ -86,7 +86,7 @@ def test_a_checkpoint_holds_what_all_replicas_counted_and_counts_once_after_it()
     again = ranks[0].state_dict()
     resumed = Replica()
     resumed.load_state_dict(again)
-    assert int(resumed.compute()) == 30 + 3 * 5
+    assert int(resumed.total("tokens")) == 30 + 3 * 5
     resumed.reset()
     assert int(resumed.total("tokens")) == 0
 
