@@ -37,6 +37,9 @@ class Parameter(Value, Protocol):
 
     requires_grad: bool
 
+    def copy(self) -> Parameter:
+        """A value of its own, which starts equal."""
+
 
 class Gradient(Protocol):
     """The gradient that belongs to a whole parameter."""
@@ -192,7 +195,7 @@ class WholeParameter(WholeTensor):
         self._gradient.set(new)
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         """Whether the part that steps compute with is trained."""
         return self._value.requires_grad
 

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import nn
 from torch.nn import functional as F
 
-from tests.glue.oracle import Layout, Site, check, observe
+from tests.glue.oracle import Layout, Site, check, held, observe
 from tests.glue.training import EVERY, LENGTH, VOCABULARY, Layer, Tokens, fit
 from tests.harness import Ranks
 
@@ -75,15 +75,14 @@ class Module(LightningModule):
 
 
 class Pieces(Callback):
-    """Copies of what a rank holds when training starts; placeholders left out."""
+    """Copies of what a rank itself holds when training starts."""
 
     def __init__(self) -> None:
         self.held: dict[str, torch.Tensor] = {}
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         assert module.trainer.strategy.optimizers[0].param_groups[0]["params"]
-        named = module.named_parameters()
-        self.held = {name: p.detach().clone() for name, p in named if type(p) is nn.Parameter}
+        self.held = {name: p.detach().clone() for name, p in held(trainer, module).items()}
 
 
 def start(site: Site, module: LightningModule) -> Any:
