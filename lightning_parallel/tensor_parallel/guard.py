@@ -1,7 +1,9 @@
-"""Mechanism: notices when a step uses a split parameter outside of the layer that knows how to.
+"""Mechanism: notices when a step takes this rank's part of a parameter or of an activation for the whole.
 
-`weight.square().sum()` in a training step, or `F.linear(h, embedding.weight)`, means the whole parameter, but finds
-this rank's part: the result would be wrong without an error. The first step of each kind is watched.
+`weight.square().sum()` in a training step, `F.linear(h, embedding.weight)`, or a penalty on the hidden activations that
+a feed-forward layer has stored, mean the whole, but find a part: the result would be wrong without an error. The first
+step of each kind is watched: what column layers return, and all that is computed from it, counts as a part until a row
+layer sums it over the ranks.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_parallel.tensor_parallel.rules import TensorPlan
+from lightning_parallel.tensor_parallel.styles import COLUMN_STYLES
 
 __all__ = ["SplitParameterError", "SplitParameterGuard"]
 
@@ -31,8 +35,11 @@ _HARMLESS = frozenset(
 )
 
 
+_READS = frozenset({"item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__complex__"})
+
+
 class SplitParameterError(ValueError):
-    """A step used a split parameter as if it were whole."""
+    """A step used a part of a parameter or of an activation as if it were whole."""
 
 
 class SplitParameterGuard:
@@ -49,7 +56,10 @@ class SplitParameterGuard:
         self.names = dict(names)
         self.ranks = ranks
         self._modules = _knowing_modules(module, plan)
+        self._columns = _columns(module, plan)
+        self._whole = {id(module.get_submodule(r.name)) for r in plan.rules} - self._columns.keys()
         self._depth = 0
+        self._parts: WeakTensorKeyDictionary | None = None  # activations of which a rank has a part -> where from
         self._watched: set[str] = set()
         compiled = any(getattr(m, "_compiled_call_impl", None) is not None for m in module.modules())
         self._can_watch = bool(self.names) and not compiled and not hasattr(module, "_orig_mod")
@@ -65,13 +75,14 @@ class SplitParameterGuard:
             yield
             return
         self._watched.add(what)
+        self._parts = WeakTensorKeyDictionary()
         handles = [h for module in self._modules for h in _counting(module, self._enter, self._leave)]
         depth, self._depth = self._depth, 0
         try:
             with _Watch(self, what):
                 yield
         finally:
-            self._depth = depth
+            self._depth, self._parts = depth, None
             for handle in handles:
                 handle.remove()
 
@@ -87,12 +98,38 @@ class SplitParameterGuard:
     def _enter(self, *args: Any) -> None:
         self._depth += 1
 
-    def _leave(self, *args: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
+        if self._parts is None:
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and id(module) in self._columns:
+                self._parts[leaf] = self._columns[id(module)]
+            elif isinstance(leaf, Tensor) and id(module) in self._whole:
+                self._parts.pop(leaf, None)  # the sum over the ranks, or gathered
 
-    def is_harmless(self, function: Callable[..., Any]) -> bool:
-        """Whether a function may meet a split parameter at this moment."""
-        return self._depth > 0 or _name_of(function) in _HARMLESS
+    def origin_of(self, tensor: Tensor) -> str | None:
+        """The column layer that an activation comes from, of which this rank has a part."""
+        return None if self._parts is None else self._parts.get(tensor)
+
+    def note_part(self, result: Any, origin: str) -> None:
+        """What was computed from a part is one, too."""
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and self._parts is not None:
+                self._parts[leaf] = origin
+
+    def is_harmless(self, name: str) -> bool:
+        """Whether a function may meet a part at this moment."""
+        return name in _HARMLESS or (self._depth > 0 and name not in _READS)
+
+    def activation_refusal(self, layer: str, name: str, what: str) -> SplitParameterError:
+        """The error for one use of an activation."""
+        where = "as a number" if name in _READS else f"outside of the module that holds it (in {name})"
+        return SplitParameterError(
+            f"{what} uses a value computed from the output of {layer} {where}, but each of {self.ranks} tensor ranks "
+            f"has only a part of it; keep the layer and its partner whole with the style 'replicate', or use "
+            f"tensor_parallel_size=1"
+        )
 
     def refusal(self, parameter: str, function: Callable[..., Any], what: str) -> SplitParameterError:
         """The error for one use of a parameter."""
@@ -118,17 +155,25 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = _name_of(func)
-        if self.guard._depth == 0:
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, Tensor):
-                    self._check(leaf, func, name)
+        origin = None
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self._check(leaf, func, name)
+                origin = origin or self.guard.origin_of(leaf)
         result = func(*args, **kwargs)
+        if origin is not None:
+            self.guard.note_part(result, origin)
         if name == "grad" and isinstance(result, Tensor) and id(args[0]) in self.guard.names:
             self.gradients[id(result)] = (f"the gradient of {self.guard.names[id(args[0])]}", result)
         return result
 
     def _check(self, tensor: Tensor, func: Any, name: str) -> None:
-        if self.guard.is_harmless(func):
+        if self.guard.is_harmless(name):
+            return
+        origin = self.guard.origin_of(tensor)
+        if origin is not None:
+            raise self.guard.activation_refusal(origin, name, self.what)
+        if self.guard._depth > 0:
             return
         if id(tensor) in self.guard.names and name != "grad":
             raise self.guard.refusal(self.guard.names[id(tensor)], func, self.what)
@@ -143,6 +188,16 @@ def _knowing_modules(module: nn.Module, plan: TensorPlan) -> list[nn.Module]:
         names |= set(plan.blocks)
     found = dict(module.named_modules(remove_duplicate=False))
     return list({id(found[name]): found[name] for name in names if name in found}.values())
+
+
+def _columns(module: nn.Module, plan: TensorPlan) -> dict[int, str]:
+    """Column layers whose outputs stay split, by id; those of pairs in the whole model itself are not followed."""
+    if plan.sequence_parallel:
+        return {}
+    styles = {rule.name: rule.style for rule in plan.rules}
+    inside = {column for region in plan.regions if region.name for column in region.columns}
+    found = dict(module.named_modules(remove_duplicate=False))
+    return {id(found[n]): n for n in inside if n in found and styles.get(n) in COLUMN_STYLES}
 
 
 def _counting(module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> list[Any]:

@@ -47,6 +47,52 @@ class ByHand(Classifier):
         optimizer.step()
 
 
+class Storing(nn.Module):
+    """A feed-forward layer that keeps its activations for a penalty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 16)
+        self.out = nn.Linear(16, 8)
+        self.kept = torch.zeros(())
+        self.share = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = torch.tanh(self.fc(x))
+        return x + self.out(self.kept)
+
+
+class Sparse(Classifier):
+    """A penalty on activations between a pair of split layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.blocks = nn.ModuleList(Storing() for _ in range(2))
+        set_by_formula(self)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + 0.1 * self.net.blocks[0].kept.abs().mean()
+
+
+class Reading(Storing):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        self.share = float(self.kept.detach().mean())
+        return out
+
+
+class ReadsInside(Sparse):
+    """Looks at such an activation as a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.blocks = nn.ModuleList(Reading() for _ in range(2))
+        set_by_formula(self)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+
 def fit(site: Site, module: LightningModule) -> None:
     loader = site.loader(Samples(8), 4)
     site.trainer(max_epochs=1, num_sanity_val_steps=0).fit(module, loader, loader)
@@ -62,9 +108,11 @@ def refused(site: Site) -> None:
         (Penalized, "training_step uses net.blocks.0.fc.weight outside of net.blocks.0.fc .in square.*'replicate'"),
         (Counted, "validation_step uses net.blocks.0.fc.weight outside of net.blocks.0.fc .in numel"),
         (Functional, "training_step uses net.blocks.0.fc.weight outside of net.blocks.0.fc .in __getitem__"),
+        (Sparse, "a value computed from the output of net.blocks.0.fc outside of the module that holds it .in abs"),
+        (ReadsInside, "a value computed from the output of net.blocks.0.fc as a number"),
         (ByHand, "training_step uses the gradient of net.blocks.0.fc.weight outside"),
     ],
-    ids=["penalty", "count", "functional", "by hand"],
+    ids=["penalty", "count", "functional", "activation", "number", "by hand"],
 )
 def test_a_part_is_not_taken_for_the_whole(ranks: Ranks, kind: Any, text: str) -> None:
     with pytest.raises(RanksFailed, match=text):
