@@ -170,6 +170,12 @@ class StageCut:
         except _StageDone:
             boundary, self._boundary = self._boundary, None
             return StageResult(boundary=boundary, outlines=tuple(self._outlines))
+        except AttributeError as error:
+            # The planning pass ran the whole step without it: an attribute is missing that a foreign block would set.
+            raise PipelineCutError(
+                f"the step failed on stage {self.stage} ({error}); what a block stores on itself exists only on the "
+                "stage that runs it: return it from the block, or use pipeline_parallel_size=1"
+            ) from error
         finally:
             self._received, self._running = None, False
         if not self.is_last:

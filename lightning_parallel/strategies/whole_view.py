@@ -248,8 +248,37 @@ class WholeView:
             if registry.get(leaf) is source:
                 registry[leaf] = target
         for optimizer in self.optimizers:
+            state: Any = optimizer.state
+            optimizer.state = _PartedState(state) if show else state.parts  # type: ignore[assignment]
             for group in optimizer.param_groups:
                 group["params"] = [(self._stand_ins if show else self._locals).get(id(p), p) for p in group["params"]]
+
+
+class _PartedState:
+    """An optimizer's state as hooks see it: all of it may be scaled or dropped, but not read by parameter."""
+
+    def __init__(self, parts: Any) -> None:
+        self.parts = parts
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def values(self) -> Any:
+        """What this rank keeps for each of its parts."""
+        return self.parts.values()
+
+    def clear(self) -> None:
+        """Drops everything."""
+        self.parts.clear()
+
+    def _refuse(self, *args: Any) -> Any:
+        raise RuntimeError(
+            "an optimizer's state is divided over the ranks, so that hooks cannot read it by parameter; "
+            "trainer.save_checkpoint() writes it whole, and optimizer.state.values() reaches every part"
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = _refuse
+    get = items = keys = pop = setdefault = update = _refuse
 
 
 def _own(whole: Tensor, held: Tensor | None) -> Tensor:

@@ -237,7 +237,11 @@ def _fits(modules: Mapping[str, nn.Module], columns: tuple[str, ...], row: str) 
 
 
 def _is_linear(module: nn.Module | None) -> bool:
-    return module is not None and (isinstance(module, nn.Linear) or is_conv1d(module))
+    if module is None or not (isinstance(module, nn.Linear) or is_conv1d(module)):
+        return False
+    return isinstance(
+        module._parameters.get("weight"), nn.Parameter
+    )  # a parametrized weight is computed: it stays whole
 
 
 def _sizes(module: nn.Module) -> tuple[int, int]:

@@ -245,6 +245,16 @@ class Early(Classifier):
                 p.grad.mul_(0.5)
 
 
+class Inspecting(Classifier):
+    """Reads the momentum of a parameter."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        optimizer = self.trainer.optimizers[0]
+        for state in optimizer.state.values():  # all of it may be changed
+            state["momentum_buffer"].mul_(0.5)
+        optimizer.state_dict()
+
+
 class Reshaping(Classifier):
     def on_train_batch_end(self, *args: Any) -> None:
         self.net.stem.weight.data = torch.zeros(2, 2)
@@ -261,9 +271,10 @@ def refused(site: Site) -> None:
         (Keeping, {}, "was kept from a hook and used outside of it"),
         (OneSided, {}, "net.stem.weight changed in a hook on some ranks only"),
         (Early, {"accumulate_grad_batches": 3}, "cannot be changed while it is still accumulating"),
+        (Inspecting, {}, "an optimizer's state is divided over the ranks"),
         (Reshaping, {}, r"data of shape \(8, 8\) cannot be replaced by a tensor of shape \(2, 2\)"),
     ],
-    ids=["kept", "one-sided", "early", "reshaped"],
+    ids=["kept", "one-sided", "early", "state", "reshaped"],
 )
 def test_what_would_go_wrong_silently_is_refused(ranks: Ranks, kind: Any, kwargs: Any, text: str) -> None:
     with pytest.raises(RanksFailed, match=text):

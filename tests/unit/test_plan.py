@@ -100,6 +100,15 @@ def test_size_one_is_an_empty_plan() -> None:
     assert all(tag.shard is None for tag in plan.tags(build("view")).values())
 
 
+def test_a_weight_that_is_computed_stays_whole() -> None:
+    model = build("view")
+    nn.utils.parametrizations.weight_norm(model.get_submodule("blocks.0.mlp.2"))
+    plan = resolve_plan(model, "auto", 2)
+    assert "blocks.0.mlp.0" not in rules(plan)
+    assert {"blocks.0.mlp.0", "blocks.0.mlp.2"} <= set(plan.replicated)
+    assert rules(plan)["blocks.1.mlp.2"] == "rowwise"
+
+
 def test_key_value_heads_are_repeated_when_there_are_fewer_than_ranks() -> None:
     model = build("grouped2")
     plan = resolve_plan(model, "auto", 4)
