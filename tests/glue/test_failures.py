@@ -137,8 +137,8 @@ def trouble_worker(rank: int, world_size: int, layout: Layout, kind: str) -> Non
     actions = {"dies": lambda: os.kill(os.getpid(), signal.SIGKILL), "stalls": lambda: time.sleep(60)}
     site = Site(layout, rank)
     events = [Event("on_train_batch_start", 1, actions[kind])] if kind in actions else []
-    if kind == "stalls":
-        events.append(Event("on_train_batch_start", 0, send_sigterm))
+    if kind == "stalls":  # first: in the stalling hook rank 0 waits for rank 1, which might ask it for a weight
+        events.insert(0, Event("on_train_batch_start", 0, send_sigterm))
     trainer = site.trainer(callbacks=events)
     trainer.strategy._watch = FailureWatch(QUICK)  # type: ignore[attr-defined]
     trainer.fit(Fragile(), loader(site))
