@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -106,6 +107,7 @@ def _clean_process(call: Call) -> Iterator[None]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        gc.collect()  # groups end with the last reference, and each keeps several threads awake until then
         os.environ.clear()
         os.environ.update(environment)
         rank_zero_only.rank = 0  # type: ignore[attr-defined]
