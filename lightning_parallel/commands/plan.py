@@ -26,7 +26,7 @@ from lightning_parallel.planner.job import (
 )
 from lightning_parallel.planner.model_shape import ModelShape
 from lightning_parallel.planner.report import result_data
-from lightning_parallel.planner.search import search
+from lightning_parallel.planner.search import FIXABLE, search
 from lightning_parallel.planner.typical import typical_shape
 
 if TYPE_CHECKING:
@@ -104,22 +104,6 @@ def _add_layout(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--balance", choices=("parameters", "even"), help="how blocks are spread over stages")
 
 
-_FIXED = (
-    "tensor",
-    "pipeline",
-    "data",
-    "context",
-    "micro_batch",
-    "zero_stage",
-    "offload",
-    "schedule",
-    "virtual_stages",
-    "recompute",
-    "sequence_parallel",
-    "balance",
-)
-
-
 def _answer(arguments: argparse.Namespace) -> Answer:
     cluster = _cluster(arguments)
     job = TrainingJob(
@@ -134,7 +118,7 @@ def _answer(arguments: argparse.Namespace) -> Answer:
         trainable=arguments.trainable,
         dropout=arguments.dropout,
     )
-    fixed = {name: getattr(arguments, name) for name in _FIXED if getattr(arguments, name) is not None}
+    fixed = {name: getattr(arguments, name) for name in FIXABLE if getattr(arguments, name) is not None}
     result = search(job, fixed)
     data = result_data(result, price=arguments.price, tokens=arguments.tokens)
     data["advice"] = advice(result)
