@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_parallel.callbacks.counting import BatchCounter
+from lightning_parallel.callbacks.counting import BatchCounter, CountingCallback
 from lightning_parallel.scaling.checks import BUDGETS, check_range
 from lightning_parallel.scaling.laws import FLOPS_PER_PARAM_AND_TOKEN
 from lightning_parallel.scaling.meter import ROUNDING, ComputeMeter
@@ -17,7 +17,7 @@ from lightning_parallel.scaling.meter import ROUNDING, ComputeMeter
 __all__ = ["ComputeBudget"]
 
 
-class ComputeBudget(Callback):
+class ComputeBudget(CountingCallback):
     """Counts the FLOPs that training spends and stops before the optimizer step that would exceed the budget.
 
     All ranks stop after the same step: once per optimizer step the replicas add up how many tokens they had, which is
@@ -67,10 +67,6 @@ class ComputeBudget(Callback):
         self._steps = trainer.global_step
         if self._meter.tokens and not self._meter.fits_another:
             trainer.should_stop = True
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Looks at this replica's batch."""
-        self._counter.begin(batch)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -6,14 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_parallel import comm
 from lightning_parallel.pipeline.batch import batch_size
 from lightning_parallel.strategies.base import PartitionedStrategy
 
-__all__ = ["BatchCounter", "count_parameters", "count_tokens", "log_interval", "num_replicas", "sum_over_replicas"]
+__all__ = [
+    "BatchCounter",
+    "CountingCallback",
+    "count_parameters",
+    "count_tokens",
+    "log_interval",
+    "num_replicas",
+    "sum_over_replicas",
+]
 
 FLAT_SHARDS = ("DeepSpeedStrategy", "FSDPStrategy")
 TOKEN_KEYS = ("input_ids", "tokens", "labels")
@@ -145,3 +153,13 @@ class BatchCounter:
         tokens, samples = sum_over_replicas(trainer, *self._counted)
         self._counted = [0, 0]
         return tokens, samples
+
+
+class CountingCallback(Callback):
+    """A callback that counts what every training batch holds."""
+
+    _counter: BatchCounter
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Looks at this replica's batch."""
+        self._counter.begin(batch)

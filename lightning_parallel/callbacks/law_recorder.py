@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_parallel.callbacks.counting import BatchCounter
+from lightning_parallel.callbacks.counting import BatchCounter, CountingCallback
 from lightning_parallel.scaling.laws import FLOPS_PER_PARAM_AND_TOKEN
 from lightning_parallel.scaling.runs import Run, append_run
 
 __all__ = ["ScalingLawRecorder"]
 
 
-class ScalingLawRecorder(Callback):
+class ScalingLawRecorder(CountingCallback):
     """Appends parameters, tokens, FLOPs and final loss of a run to a CSV file for ``lightning-parallel scaling fit``.
 
     Written once, by rank 0, when training ends by itself; a run that failed leaves no row.
@@ -50,10 +50,6 @@ class ScalingLawRecorder(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Counts the parameters."""
         self._counter.start(trainer, pl_module)
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Looks at this replica's batch."""
-        self._counter.begin(batch)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_parallel.callbacks.counting import BatchCounter, log_interval
+from lightning_parallel.callbacks.counting import BatchCounter, CountingCallback, log_interval
 from lightning_parallel.scaling.laws import DEFAULT_LAW, Law, get_law
 from lightning_parallel.scaling.meter import RateWindow
 from lightning_parallel.scaling.outlook import Outlook, outlook
@@ -19,7 +19,7 @@ from lightning_parallel.scaling.outlook import Outlook, outlook
 __all__ = ["ScalingMonitor"]
 
 
-class ScalingMonitor(Callback):
+class ScalingMonitor(CountingCallback):
     """Logs ``scaling/...``: tokens, tokens per parameter, FLOPs, expected loss now and at the end, and the time left.
 
     At the end it says in one sentence whether the run was undertrained, near-optimal or overtrained, and how the
@@ -54,10 +54,6 @@ class ScalingMonitor(Callback):
         self._counter.start(trainer, pl_module)
         self._steps = trainer.global_step
         self._window.add(time.perf_counter(), 0, 0, 0)
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Looks at this replica's batch."""
-        self._counter.begin(batch)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -6,16 +6,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
-from lightning_parallel.callbacks.counting import BatchCounter, log_interval
+from lightning_parallel.callbacks.counting import BatchCounter, CountingCallback, log_interval
 from lightning_parallel.scaling.laws import FLOPS_PER_PARAM_AND_TOKEN
 from lightning_parallel.scaling.meter import RateWindow
 
 __all__ = ["ThroughputMonitor"]
 
 
-class ThroughputMonitor(Callback):
+class ThroughputMonitor(CountingCallback):
     """Logs ``throughput/...``: steps, samples and tokens per second of the whole job and tokens per device.
 
     Lightning's own monitor multiplies by the number of processes, which counts a sample once per tensor rank and stage.
@@ -55,10 +55,6 @@ class ThroughputMonitor(Callback):
             self.flops_per_token = FLOPS_PER_PARAM_AND_TOKEN * self._counter.size
         self._steps = trainer.global_step
         self._window.add(self._clock(), 0, 0, 0)
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Looks at this replica's batch."""
-        self._counter.begin(batch)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
