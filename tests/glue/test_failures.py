@@ -264,8 +264,9 @@ def test_sigterm_from_outside(tmp_path: Path, launcher: list[str], receiver: int
     step = int(left[0].removeprefix("SIGTERMException "))
     assert step >= 5
     assert torch.load(tmp_path / "stopped.ckpt", weights_only=False)["global_step"] == step
-    if launcher:  # the agent reports its workers' codes
-        assert re.findall(r"exitcode +: (\d+)", text)[-2:] == ["143", "143"], text
+    if launcher:  # the agent reports its workers' codes, and kills who has left the run but not yet exited
+        assert set(codes := re.findall(r"exitcode +: (-?\d+)", text)) <= {"143", "-15"}, text
+        assert codes[-1] == "143", f"the first to exit\n{text}"
     else:
         assert code == 143, text
     wait_until_none_is_left(tmp_path)

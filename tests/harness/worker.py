@@ -54,6 +54,7 @@ def _serve(connection: Connection, call: Call) -> None:
     with _clean_process(call):
         try:
             function = reduce(getattr, call.qualname.split("."), importlib.import_module(call.module))
+            gc.freeze()  # what was imported stays: looking through it after every call would cost more than most calls
             assert callable(function), f"{call.module}.{call.qualname} is not callable"
             if call.launch == "gloo":
                 _join_group(call)
