@@ -1,13 +1,15 @@
-"""Glue: public names of lightning_parallel. Importing it registers the strategy names with Lightning, if installed.
+"""Glue: public names of lightning_parallel. Importing it makes the strategy names known to Lightning.
 
-The planning and scheduling parts work without torch and Lightning; then only they can be imported.
+Neither torch nor Lightning is imported by it: the planning and scheduling parts work without both.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
+
+from lightning_parallel.when_imported import when_imported
 
 if TYPE_CHECKING:
     from lightning_parallel.layout import ParallelLayout
@@ -50,12 +52,11 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ImportError:
-        return False
-
-
-if _is_installed("torch") and _is_installed("lightning"):
+def _register_strategies() -> None:
     importlib.import_module("lightning_parallel.strategies.registry").register_strategies()
+
+
+# Lightning has no entry point for strategies, and takes seconds to import: names are registered when it is there.
+when_imported("lightning.pytorch", _register_strategies)
+if "pytorch_lightning" in sys.modules:
+    _register_strategies()  # which tells of the mix

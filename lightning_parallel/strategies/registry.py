@@ -1,14 +1,18 @@
-"""Glue: the strategy names that `Trainer(strategy=...)` understands after `import lightning_parallel`."""
+"""Glue: the strategy names that `Trainer(strategy=...)` understands after `import lightning_parallel`.
+
+Names are registered while Lightning itself may still be importing what comes after `lightning.pytorch`, and before the
+strategies are loaded: a name stands for a function that loads its class when a Trainer asks for it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
+import lightning_parallel.strategies as strategies
 from lightning_parallel.strategies.refusals import note_surroundings
-from lightning_parallel.strategies.tensor_pipeline import TensorPipelineStrategy
-from lightning_parallel.strategies.zero import ZeroStrategy
 
 __all__ = ["STRATEGY_NAMES", "register_strategies"]
 
@@ -17,14 +21,24 @@ STRATEGY_NAMES = ("tp_pp", "tp", "pp", "zero1", "zero2")
 
 def register_strategies() -> None:
     """Registers every name of `STRATEGY_NAMES`; calling it again changes nothing."""
-    entries: dict[str, tuple[type[TensorPipelineStrategy], str, dict[str, Any]]] = {
-        "tp_pp": (TensorPipelineStrategy, "tensor x pipeline x data parallel", {}),
-        "tp": (TensorPipelineStrategy, "tensor x data parallel", {"pipeline_parallel_size": 1}),
-        "pp": (TensorPipelineStrategy, "pipeline x data parallel", {"tensor_parallel_size": 1}),
-        "zero1": (ZeroStrategy, "data parallel, optimizer state sharded", {"stage": 1}),
-        "zero2": (ZeroStrategy, "data parallel, optimizer state and gradients sharded", {"stage": 2}),
+    entries: dict[str, tuple[str, str, dict[str, Any]]] = {
+        "tp_pp": ("TensorPipelineStrategy", "tensor x pipeline x data parallel", {}),
+        "tp": ("TensorPipelineStrategy", "tensor x data parallel", {"pipeline_parallel_size": 1}),
+        "pp": ("TensorPipelineStrategy", "pipeline x data parallel", {"tensor_parallel_size": 1}),
+        "zero1": ("ZeroStrategy", "data parallel, optimizer state sharded", {"stage": 1}),
+        "zero2": ("ZeroStrategy", "data parallel, optimizer state and gradients sharded", {"stage": 2}),
     }
-    for name, (strategy, description, options) in entries.items():
+    for name, (class_name, description, options) in entries.items():
         if name not in StrategyRegistry:
-            StrategyRegistry.register(name, strategy, description=description, **options)
+            StrategyRegistry.register(name, _maker(class_name), description=description, **options)
     note_surroundings()
+
+
+def _maker(class_name: str) -> Callable[..., Strategy]:
+    """A function that makes a strategy of the package and loads it only then."""
+
+    def make(**options: Any) -> Strategy:
+        made: Strategy = getattr(strategies, class_name)(**options)
+        return made
+
+    return make
