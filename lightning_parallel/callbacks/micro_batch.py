@@ -1,9 +1,10 @@
-"""Glue: finds the largest micro-batch that fits on every rank, and keeps the global batch by accumulation."""
+"""Glue: finds the largest micro-batch that fits on every rank, and keeps the global batch."""
 
 from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,23 +14,30 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_parallel.scaling.micro_batches import candidates, largest_that_fits
 from lightning_parallel.strategies import _compat
-from lightning_parallel.strategies.base import PartitionedStrategy
+from lightning_parallel.strategies.refusals import refuse_module
+from lightning_parallel.strategies.tensor_pipeline import TensorPipelineStrategy
 
 __all__ = ["MicroBatchSizer"]
 
 OPTIMIZER_BYTES = 8
 """Two fp32 moments per parameter, which Adam allocates after the first backward pass."""
+PARTS_PER_STAGE = 4
+"""As with micro_batches="auto": the bubble stays below a fifth."""
+SHARING = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
 
 class MicroBatchSizer(Callback):
-    """Tries a training step on a copy of the model with growing batches, before training and without communication.
+    """Tries training steps with growing micro-batches before training, on every rank by itself.
 
-    Every rank tries on its own device; a size counts as fitting if it fits on all of them. The batch size that the user
-    set, times ``accumulate_grad_batches``, stays the number of samples per replica and optimizer step.
+    A size counts as fitting if it fits on all ranks, also where the memory of one ends in the middle of a step. The
+    number of samples of an optimizer step stays what the user set:
 
-    The module or datamodule has an attribute ``batch_size`` that its ``train_dataloader`` uses. Where several ranks
-    share one copy of the model (tensor or pipeline parallel, fsdp) a step on one rank alone says nothing about its
-    memory; there the callback refuses, and `TensorPipelineStrategy(micro_batches=...)` divides the batch.
+    - With this package's strategies each batch stays whole and is run in parts, as `micro_batches=` would do. Trials
+      run on the split module, on the first batch; a pipeline keeps at least 4 parts per stage while there are samples,
+      since its stages would idle otherwise. A resumed run keeps the size of the checkpoint where it still fits.
+    - With others (a single device, ddp) the callback sets ``batch_size``, an attribute of the module or datamodule that
+      its ``train_dataloader`` uses, and ``accumulate_grad_batches``. A trial takes a copy of the model. Where ranks
+      share the model in another way (fsdp, deepspeed) a step on one of them says nothing about memory: refused.
 
     Args:
         limit: largest micro-batch to try; the samples of an optimizer step if None.
@@ -44,45 +52,74 @@ class MicroBatchSizer(Callback):
         self.limit = limit
         self.optimizer_bytes = optimizer_bytes
         self.micro_batch: int | None = None
+        self._before: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Searches, and sets the batch size and the accumulation.
+        """Refuses what cannot be sized; where ranks hold whole models, searches and sets batch size and accumulation.
 
         Raises:
             ValueError: the batch size is not ours to change, or not even one sample fits.
         """
         if stage != "fit":
             return
-        holder = _holder(trainer, pl_module)
         _refuse(trainer, pl_module)
+        self.micro_batch = self._before = None
+        if isinstance(trainer.strategy, TensorPipelineStrategy):
+            return  # the module is not split yet
+        holder = _holder(trainer, pl_module)
         samples = holder.batch_size * trainer.accumulate_grad_batches
-        best = largest_that_fits(candidates(samples, self.limit), lambda size: self._fits(trainer, pl_module, size))
-        if best is None:
-            raise ValueError(
-                "not even one sample fits into the memory of every rank; use a smaller model, lower precision, "
-                "activation checkpointing, or strategy='tp_pp'"
-            )
-        self.micro_batch = best
+        best = self._search(trainer, samples, lambda size: self._try(trainer, pl_module, size))
         holder.batch_size = best
         trainer.accumulate_grad_batches = samples // best
         rank_zero_info(
             f"MicroBatchSizer: {samples} samples per replica and optimizer step in {samples // best} batches of {best}"
         )
 
-    def _fits(self, trainer: Trainer, module: LightningModule, size: int) -> bool:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Searches on the split module, and divides its batches.
+
+        Raises:
+            ValueError: not even one sample fits.
+        """
+        strategy = trainer.strategy
+        if not isinstance(strategy, TensorPipelineStrategy) or trainer.limit_train_batches == 0:
+            return
+        trial = strategy.trial()
+        trial.get_ready()
+        stages = strategy.layout.pipeline
+        most = trial.samples if stages == 1 else max(1, trial.samples // PARTS_PER_STAGE // stages)
+        best = self._search(
+            trainer, trial.samples, lambda size: trial.run(size, self.optimizer_bytes), min(most, self._before or most)
+        )
+        trial.divide(best)
+        rank_zero_info(f"MicroBatchSizer: batches of {trial.samples} samples per replica in micro-batches of {best}")
+
+    def _search(self, trainer: Trainer, samples: int, attempt: Callable[[int], None], most: int | None = None) -> int:
+        limits = [limit for limit in (self.limit, most) if limit is not None]
+        sizes = candidates(samples, min(limits, default=None))
+        self.micro_batch = largest_that_fits(sizes, lambda size: self._fits(trainer, lambda: attempt(size)))
+        if self.micro_batch is None:
+            raise ValueError(
+                "not even one sample fits into the memory of every rank; use a smaller model, lower precision, "
+                "activation checkpointing, or more tensor or pipeline ranks (strategy='tp_pp')"
+            )
+        return self.micro_batch
+
+    def _fits(self, trainer: Trainer, attempt: Callable[[], None]) -> bool:
         """Whether a step fits on every rank. Every rank votes, also one whose trial failed otherwise."""
         fits = False
         try:
-            fits = self._fits_here(trainer, module, size)
+            fits = self._fits_here(trainer, attempt)
         finally:
             together = trainer.strategy.reduce_boolean_decision(fits, all=True)
         return bool(together)
 
-    def _fits_here(self, trainer: Trainer, module: LightningModule, size: int) -> bool:
+    @staticmethod
+    def _fits_here(trainer: Trainer, attempt: Callable[[], None]) -> bool:
         device = trainer.strategy.root_device
         try:
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                self._try(trainer, module, size)
+                attempt()
         except torch.OutOfMemoryError:
             return False
         except RuntimeError as error:
@@ -121,12 +158,12 @@ class MicroBatchSizer(Callback):
         return {"micro_batch": self.micro_batch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuses to go on with another size: the checkpoint counts batches."""
-        before = state_dict["micro_batch"]
-        if before is not None and self.micro_batch is not None and before != self.micro_batch:
+        """Goes on with the same size, or refuses another one where the checkpoint counts batches of the old one."""
+        self._before = state_dict["micro_batch"]
+        if None not in (self._before, self.micro_batch) and self._before != self.micro_batch:
             raise ValueError(
-                f"the checkpoint counts micro-batches of {before}, now {self.micro_batch} fit; resume with "
-                f"MicroBatchSizer(limit={before}) on devices of at least the same memory"
+                f"the checkpoint counts micro-batches of {self._before}, now {self.micro_batch} fit; resume with "
+                f"MicroBatchSizer(limit={self._before}) on devices of at least the same memory"
             )
 
 
@@ -145,17 +182,21 @@ def _holder(trainer: Trainer, module: LightningModule) -> Any:
 
 def _refuse(trainer: Trainer, module: LightningModule) -> None:
     strategy = trainer.strategy
-    shared = isinstance(strategy, PartitionedStrategy) and strategy.layout.tensor * strategy.layout.pipeline > 1
-    if shared or type(strategy).__name__ in ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"):
+    if any(cls.__name__ in SHARING for cls in type(strategy).__mro__):
         raise ValueError(
             f"with {type(strategy).__name__} several ranks share one copy of the model, so a trial on one rank says "
-            "nothing about its memory; divide the batch with TensorPipelineStrategy(micro_batches=...) or "
-            "accumulate_grad_batches"
+            "nothing about its memory; use this package's strategies, or divide batches by accumulate_grad_batches"
         )
     if not module.automatic_optimization:
         raise ValueError("with manual optimization the module accumulates itself; set its batch size by hand")
-    schedulers = [c for c in _compat.callbacks_of(trainer) if isinstance(c, GradientAccumulationScheduler)]
-    if schedulers:
+    if isinstance(strategy, TensorPipelineStrategy):
+        if strategy.pipeline_config.micro_batches not in ("auto", 1):
+            raise ValueError(
+                f"micro_batches={strategy.pipeline_config.micro_batches} and MicroBatchSizer both divide the batch; "
+                "leave out one of them"
+            )
+        refuse_module(module, strategy.layout, 2, strategy.pipeline_config.evaluation_micro_batches)
+    elif any(isinstance(c, GradientAccumulationScheduler) for c in _compat.callbacks_of(trainer)):
         raise ValueError(
             "GradientAccumulationScheduler and MicroBatchSizer both set accumulate_grad_batches; use one of them"
         )

@@ -59,6 +59,16 @@ class Boundary:
     needs_gradient: list[bool] = field(default_factory=list)
     anchors: list[torch.Tensor] = field(default_factory=list)
 
+    @classmethod
+    def like(cls, outline: Outline, earlier: tuple[Outline, ...], device: torch.device) -> Boundary:
+        """A value of that structure with memory for its tensors, as the receiving side has it before they arrive."""
+        metas = [leaf for leaf in outline.leaves if isinstance(leaf, TensorMeta)]
+        leaves = [
+            torch.empty(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, TensorMeta) else leaf
+            for leaf in outline.leaves
+        ]
+        return cls(leaves, outline.spec, earlier, [meta.requires_grad for meta in metas])
+
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor, in transfer order."""
@@ -92,6 +102,9 @@ class BoundaryLink:
         group: group of the tensors.
         control: host-side group of the headers.
         device: where received tensors are allocated.
+
+    Attributes:
+        latest: outline of the boundary value that was expected last, and those of the outputs of all earlier blocks.
     """
 
     def __init__(
@@ -112,6 +125,7 @@ class BoundaryLink:
         self._headers: list[tuple[Any, torch.Tensor]] = []
         self._awaited = 0
         self._next_header: tuple[list[comm.Work], torch.Tensor] | None = None
+        self.latest: tuple[Outline, tuple[Outline, ...]] | None = None
 
     def neighbours(self) -> tuple[int, int]:
         """Ranks of the previous and next stage; -1 (which no group holds) at the ends of the pipeline."""
@@ -182,19 +196,18 @@ class BoundaryLink:
                 work.wait()
             self._known[number] = pickle.loads(payload.numpy().tobytes())
         self._receive_header_ahead()
-        outline, earlier = self._known[number]
+        self.latest = self._known[number]
         if len(self._known) >= _MAX_KNOWN:
             self._known.clear()
-        metas = [leaf for leaf in outline.leaves if isinstance(leaf, TensorMeta)]
-        leaves = [self._allocate(leaf) if isinstance(leaf, TensorMeta) else leaf for leaf in outline.leaves]
-        return Boundary(leaves, outline.spec, earlier, [meta.requires_grad for meta in metas])
+        return Boundary.like(*self.latest, self.device)
+
+    def exchange(self, transfers: list[comm.SendRecv]) -> list[comm.Work]:
+        """Starts transfers of tensors with the neighbours."""
+        return comm.exchange(transfers, self.group)
 
     def _start_receiving(self, tensor: torch.Tensor) -> list[comm.Work]:
         assert self.previous is not None, "the first stage has no previous stage to receive from"
         return comm.exchange([comm.SendRecv(tensor, self.previous, send=False)], self.control)
-
-    def _allocate(self, meta: TensorMeta) -> torch.Tensor:
-        return torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
 
     def finish(self) -> None:
         """Waits for outstanding headers."""

@@ -149,7 +149,7 @@ class PipelineRuntime:
             start = len(transfers)
             transfers += self._transfers(action, state)
             spans.append((action, start, len(transfers)))
-        works = comm.exchange(transfers, self.link.group) if transfers else []
+        works = self.link.exchange(transfers)
         per_transfer = len(works) == len(transfers)  # some backends return one handle for the whole batch
         for action, start, stop in spans:
             own = works[start:stop] if per_transfer else works

@@ -44,6 +44,7 @@ from lightning_parallel.strategies.samples import divides_evenly
 from lightning_parallel.strategies.sharding import ReplicaSharding
 from lightning_parallel.strategies.span import ModelSpan
 from lightning_parallel.strategies.steps import StepOptions, StepRunner
+from lightning_parallel.strategies.trial import StepTrial
 
 __all__ = ["TensorPipelineStrategy"]
 
@@ -61,7 +62,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
         pipeline_parallel_size: number of pipeline stages.
         micro_batches: parts that each rank's batch is split into; "auto" is 4 per stage.
         schedule: "1f1b" or "gpipe".
-        zero_stage: sharding over the replicas: 0 nothing, 1 the optimizer's state, 2 also gradients.
+        zero_stage: sharding over the replicas: 0 nothing, 1 the optimizer's state, 2 also gradients; or a `ZeroConfig`.
         sequence_parallel: also split activations between the split layers along the sequence (Korthikanti et al. 2022).
         plan: "auto", or pattern of module names -> style.
         blocks: "auto", or names (or one pattern) of the repeated blocks that may be spread over stages.
@@ -87,7 +88,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
         pipeline_parallel_size: SizeOrAuto = "auto",
         micro_batches: SizeOrAuto = "auto",
         schedule: str = "1f1b",
-        zero_stage: int = 0,
+        zero_stage: int | ZeroConfig = 0,
         sequence_parallel: bool = False,
         plan: Literal["auto"] | Mapping[str, str] = "auto",
         blocks: str | Sequence[str] = "auto",
@@ -117,7 +118,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
         self.pipeline_config = PipelineConfig(
             pipeline_parallel_size, micro_batches, schedule, blocks, evaluation_micro_batches
         )
-        self.zero_config = ZeroConfig(zero_stage)
+        self.zero_config = ZeroConfig.of(zero_stage)
         self.loss_config = LossConfig(loss_weight, non_finite)
         self.sync_logs = sync_logs
         self.bucket_bytes = bucket_bytes
@@ -137,17 +138,20 @@ class TensorPipelineStrategy(PartitionedStrategy):
         synchronize_start(module, self.mesh)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
+            if self._sharding is not None:
+                self._sharding.discard()
             self._trained = self._sharding = None
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
         if (fitting and has_training_data(trainer)) or self.layout.pipeline == 1:
-            self._split(module, "training_step" if fitting else "", lambda: self._example_batch(trainer))
+            name = "training_step" if fitting else ""
+            self._split(module, name, lambda: split_batch(self._example_batch(trainer), micro_batches)[0])
         self.setup_precision_plugin()
         if self._sharding is not None:
             self._sharding.redirect_zero_grad(module)
 
     def _example_batch(self, trainer: Trainer) -> Any:
-        """A micro-batch to plan the pipeline with, as `training_step` will see it."""
+        """A batch as `training_step` will see it."""
         with self._random_state_kept():
             batch = _compat.example_training_batch(trainer)
             batch = self.precision_plugin.convert_input(batch)
@@ -155,7 +159,12 @@ class TensorPipelineStrategy(PartitionedStrategy):
             batch = self.batch_to_device(batch)
         if _compat.is_resuming(trainer):
             _compat.forget_training_data(trainer)
-        return split_batch(batch, self.pipeline_config.micro_batches_for(self.layout.pipeline))[0]
+        return batch
+
+    def trial(self) -> StepTrial:
+        """Tries steps on this rank alone, once the module is split."""
+        trainer = self._trainer()
+        return StepTrial(trainer, self._split_module(), self._running(), self._sight, self._example_batch(trainer))
 
     @contextmanager
     def _random_state_kept(self) -> Generator[None, None, None]:
@@ -175,15 +184,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
                 arguments = _compat.step_arguments(method, micro_batch)
                 return _compat.run_without_logging(clone, lambda: method(*arguments))  # type: ignore[arg-type]
 
-        partition = make_partition(
-            module,
-            self.mesh,
-            self.tensor_config,
-            self.pipeline_config,
-            step,
-            batch,
-            {},
-        )
+        partition = make_partition(module, self.mesh, self.tensor_config, self.pipeline_config, step, batch, {})
         self._partition = partition
         if step_name == "training_step":
             self._trained = partition
@@ -202,15 +203,16 @@ class TensorPipelineStrategy(PartitionedStrategy):
         report_layout(self.layout, partition, self._runner.options, module)
 
     def _shard_replicas(self, trainer: Trainer, partition: Partition) -> ReplicaSharding | None:
-        """ZeRO over the replicas, if it was asked for and there is more than one."""
-        if self.zero_config.stage == 0 or self.mesh.data is None:
+        """ZeRO over the replicas, if it was asked for and does something."""
+        zero = self.zero_config
+        if zero.stage == 0 or (self.mesh.data is None and zero.offload is None):
             return None
         one_batch = self.pipeline_config.micro_batches_for(self.layout.pipeline) == 1
         return ReplicaSharding(
             partition,
             self.optimizers,
             trainer,
-            self.zero_config.stage,
+            zero,
             self.bucket_bytes,
             is_direct=self.layout.pipeline == 1 and one_batch,
         )

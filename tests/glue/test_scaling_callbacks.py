@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torchmetrics import SumMetric
 
 from lightning_parallel.callbacks import (
     ChinchillaSizer,
@@ -24,7 +25,7 @@ from lightning_parallel.callbacks import (
 from lightning_parallel.scaling.plan import SizingGoal
 from lightning_parallel.scaling.runs import read_runs
 from tests.glue.oracle import PAIRS, Layout, Site, assert_same, check, reference, weights
-from tests.glue.training import GPT, LENGTH, Tokens
+from tests.glue.training import GPT, LENGTH, Record, Tokens
 from tests.harness import Ranks
 
 PLAN = {"layers.*.mlp.fc1": "colwise", "layers.*.mlp.fc2": "rowwise"}
@@ -225,14 +226,59 @@ def test_ranks_agree_on_the_largest_batch_that_fits_all(ranks: Ranks) -> None:
     assert ranks(2, uneven_memory, launch="lightning") == [[(2, 4, 2, [2] * 8)]] * 2
 
 
-def shared_model(rank: int, world_size: int) -> str:
-    trainer = Site((2, 1, 1), rank, {"plan": PLAN}).trainer(callbacks=[MicroBatchSizer()])
-    with pytest.raises(ValueError, match="several ranks share one copy of the model") as caught:
-        trainer.fit(Tight(most=100))
-    return str(caught.value)
+class OneTightRank(GPT):
+    """On rank 1 memory ends in the middle of a step of more than a few samples."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+        self.steps = 0
+        self.seen = SumMetric()
+        self.counted: list[float] = []
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        takes_memory = type(tokens) is torch.Tensor  # planning does not
+        x = self.tok(tokens) + self.pos(torch.arange(tokens.shape[1]))
+        for index, layer in enumerate(self.layers):
+            if index == 2 and self.global_rank == 1 and takes_memory and len(tokens) > self.most:
+                raise torch.OutOfMemoryError("CUDA out of memory (said by the test)")
+            x = layer(x)
+        return self.head(self.ln(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        self.seen.update(len(batch))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.counted.append(float(self.seen.compute()))
 
 
-def test_a_trial_on_one_rank_of_several_is_refused(ranks: Ranks) -> None:
-    assert all(
-        "TensorPipelineStrategy(micro_batches=...)" in text for text in ranks(2, shared_model, launch="lightning")
-    )
+def divided(site: Site) -> Any:
+    """Two epochs of an uneven number of batches, the second one from a checkpoint and with more memory."""
+    shown, path = [], Path.cwd() / "divided.ckpt"
+    for epochs, most in ((1, 2), (2, 100)):
+        sizer, module = MicroBatchSizer(), OneTightRank(most)
+        callbacks = [] if site.layout is None else [sizer]
+        resume = path if epochs == 2 else None
+        record = Record()
+        trainer = site.trainer(callbacks=[record, *callbacks], max_epochs=epochs)
+        trainer.fit(module, site.loader(Tokens(48), 32), ckpt_path=resume)
+        trainer.save_checkpoint(path)
+        shown.append({"batches": record.batches, "weights": weights(module), "counted": module.counted})
+        if site.layout is not None:
+            assert sizer.micro_batch == 2
+            # 16 and 16 parts of 2 and 1 samples per epoch; trials left no trace.
+            assert module.steps == 32 // site.replicas
+    if site.layout is not None:
+        fixed = Site(site.layout, site.rank, {**site.options, "micro_batches": 4}).trainer(
+            callbacks=[MicroBatchSizer()]
+        )
+        with pytest.raises(ValueError, match="micro_batches=4 and MicroBatchSizer both divide the batch"):
+            fixed.fit(OneTightRank(2), site.loader(Tokens(48), 32))
+    return shown
+
+
+@pytest.mark.parametrize(("layout", "zero_stage"), [((2, 1, 1), 0), ((1, 2, 1), 0), ((1, 1, 2), 2)], ids=str)
+def test_one_rank_without_memory_leaves_nobody_waiting(ranks: Ranks, layout: Layout, zero_stage: int) -> None:
+    check(ranks, divided, layout, plan=PLAN, zero_stage=zero_stage)

@@ -211,6 +211,8 @@ def test_flat_shards_are_not_counted() -> None:
     run = trainer(ComputeBudget(1e9), strategy=FSDPStrategy("cpu"))
     with pytest.raises(ValueError, match="FSDPStrategy keeps parameters as shards .* pass params= or flops_per_token="):
         run.fit(built())
+    with pytest.raises(ValueError, match="with FSDPStrategy several ranks share one copy .* accumulate_grad_batches"):
+        trainer(MicroBatchSizer(), strategy=FSDPStrategy("cpu")).fit(built())
 
 
 def test_a_budget_below_one_step_is_refused() -> None:
