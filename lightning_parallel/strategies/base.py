@@ -370,6 +370,8 @@ class PartitionedStrategy(DDPStrategy):
         self._sight.close()
         if self._runner is not None:
             self._runner.close()
+        if self._sharding is not None and self._failed:
+            self._sharding.discard()
         if self._is_split and not self._failed:
             metric_states.release_metrics(self._split_module().module, self.mesh.data)
             self._split_module().restore(self.restore_weights)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lightning_parallel.zero.offload import KINDS, Offload
+
 __all__ = ["LossConfig", "PipelineConfig", "SizeOrAuto", "TensorParallelConfig", "ZeroConfig"]
 
 SizeOrAuto = int | Literal["auto"]
@@ -119,13 +121,20 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class ZeroConfig:
-    """What is sharded over data replicas.
+    """What is sharded over data replicas, and where that lies.
 
     Attributes:
         stage: 0 nothing, 1 the optimizer's state, 2 also gradients.
+        offload: None leaves everything on the device. "cpu" steps in host memory, where gradients of shards, optimizer
+            states and float32 copies are. "nvme" keeps the last two in files.
+        nvme_path: folder for these files, on a local disk; the trainer's `default_root_dir` if None.
+        offload_parameters: keep shards of parameters in host memory too.
     """
 
     stage: int = 0
+    offload: str | None = None
+    nvme_path: str | None = None
+    offload_parameters: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or self.stage not in (0, 1, 2):
@@ -133,8 +142,32 @@ class ZeroConfig:
                 f"stage {self.stage!r} of ZeRO is not available; use 0 (nothing sharded), 1 (optimizer state) or 2 "
                 "(optimizer state and gradients)"
             )
+        check_flag("offload_parameters", self.offload_parameters)
+        if self.offload_parameters:
+            raise ValueError(
+                f"offload_parameters=True is not available: stage {self.stage} computes with whole parameters on the "
+                "device; leave it out"
+            )
+        if self.offload not in (None, *KINDS):
+            raise ValueError(f"offload={self.offload!r} is unknown; use None, 'cpu' or 'nvme'")
+        if self.offload != "nvme" and self.nvme_path is not None:
+            raise ValueError(f"nvme_path={self.nvme_path!r} goes with offload='nvme'; add that, or leave it out")
+        if self.offload is not None and self.stage == 0:
+            raise ValueError(f"offload={self.offload!r} moves what is sharded, but stage 0 shards nothing; use stage=2")
+
+    def host_side(self, default_path: str) -> Offload | None:
+        """What lies beside the device, if anything.
+
+        Args:
+            default_path: for the files without a `nvme_path`.
+        """
+        path = (self.nvme_path or default_path) if self.offload == "nvme" else None
+        return None if self.offload is None else Offload(self.offload, path)
 
     @classmethod
-    def of(cls, stage: int | str) -> ZeroConfig:
-        """From a number, or from the name that FSDP has for it."""
-        return cls(ZERO_STAGES.get(stage, stage) if isinstance(stage, str) else stage)  # type: ignore[arg-type]
+    def of(cls, stage: int | str | ZeroConfig, **options: Any) -> ZeroConfig:
+        """From a number, from the name that FSDP has for it, or from one that is complete."""
+        if isinstance(stage, ZeroConfig):
+            return stage
+        number: Any = ZERO_STAGES.get(stage, stage) if isinstance(stage, str) else stage
+        return cls(number, **options)

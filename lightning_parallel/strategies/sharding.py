@@ -14,6 +14,7 @@ from torch import nn
 from lightning_parallel.gradient_sync import GradientCompleter
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.strategies import _compat
+from lightning_parallel.strategies.config import ZeroConfig
 from lightning_parallel.strategies.partition import Partition
 from lightning_parallel.strategies.span import ModelSpan
 from lightning_parallel.zero.buckets import ShardBucket
@@ -56,7 +57,7 @@ class ReplicaSharding:
         partition: the split module.
         optimizers: whose groups hold its parameters.
         trainer: asked who looks at gradients.
-        stage: 1 or 2.
+        zero: what is sharded, and where it lies.
         bucket_bytes: size of the buckets in which gradients are reduced.
         is_direct: whether Lightning itself starts the backward pass; otherwise a step's gradients exist before it
             zeroes the old ones.
@@ -67,7 +68,7 @@ class ReplicaSharding:
         partition: Partition,
         optimizers: list[torch.optim.Optimizer],
         trainer: Trainer,
-        stage: int,
+        zero: ZeroConfig,
         bucket_bytes: int,
         is_direct: bool,
     ) -> None:
@@ -83,11 +84,12 @@ class ReplicaSharding:
             optimizers,
             self.mesh.data,
             ShardOptions(
-                stage=stage,
+                stage=zero.stage,
                 bucket_bytes=bucket_bytes,
                 average=not module.automatic_optimization,
                 shows_gradients=looks_at_gradients(trainer),
                 zero_clears_all=is_direct,
+                offload=zero.host_side(trainer.default_root_dir),
             ),
             incomplete=[*completer.partial, *(p for p, _ in completer.replicated), *shared] if completes else (),
             complete=completer.complete if completes else None,
@@ -119,6 +121,11 @@ class ReplicaSharding:
     def load(self, optimizer: torch.optim.Optimizer, full: Mapping[str, Any]) -> None:
         """Loads a state dict for all replicas, of which this one keeps its part."""
         load_full_state(self._of(optimizer), full)
+
+    def discard(self) -> None:
+        """Nobody will ask for the optimizers' states any more: removes what is in files."""
+        if self.sharder.storage is not None:
+            self.sharder.storage.remove()
 
     def span(self, mesh: Mesh, partition: Partition, non_finite: str) -> ModelSpan:
         """Norms and votes over gradients where they are: in shards, or in full if somebody looks at them."""

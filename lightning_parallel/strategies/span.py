@@ -56,12 +56,11 @@ class ModelSpan:
         if counted:
             wide = any(g.dtype == torch.float64 for g in counted)
             norms = torch._foreach_norm(counted, 2, torch.float64 if wide else torch.float32)
-            squares = torch.stack(norms)
-            total = squares.square().sum()
+            total = torch.stack([norm.to(norms[0].device) for norm in norms]).square().sum()
         else:
             total = torch.zeros((), device=self.mesh.device)
         if self.norm_group is not None:
-            total = total.to(torch.float64)
+            total = total.to(self.mesh.device, torch.float64)
             comm.all_reduce_(total, self.norm_group)
         return total.sqrt()
 
@@ -86,12 +85,12 @@ class ModelSpan:
         """
         held = [p for p in parameters if p.grad is not None]
         factor = torch.clamp(clip_val / (self.total_norm(held) + 1e-6), max=1.0)
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for gradient in (p.grad for p in held):
             if gradient is not None:
-                by_dtype.setdefault(gradient.dtype, []).append(gradient)
-        for dtype, gradients in by_dtype.items():
-            torch._foreach_mul_(gradients, factor.to(dtype))
+                alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        for (device, dtype), gradients in alike.items():
+            torch._foreach_mul_(gradients, factor.to(device, dtype))
 
     # -------------------------------------------------------------- votes
     def share_overflow(self, flags: list[torch.Tensor]) -> None:

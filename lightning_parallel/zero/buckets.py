@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import ProcessGroup
+from lightning_parallel.zero.link import stand_in
 from lightning_parallel.zero.shards import BucketLayout
+
+if TYPE_CHECKING:
+    from lightning_parallel.zero.host_storage import HostStorage
 
 __all__ = ["GradientState", "ShardBucket", "wide_dtype"]
 
@@ -46,6 +50,7 @@ class ShardBucket:
         group: the data-parallel group.
         keeps_buffer: keep the memory of the full gradient between steps (stage 1).
         is_replicated: no optimizer updates these parameters: every rank gets their full gradients.
+        storage: has the optimizer's side in host memory; None if it lies beside the parameters.
     """
 
     def __init__(
@@ -55,12 +60,14 @@ class ShardBucket:
         group: ProcessGroup | None,
         keeps_buffer: bool,
         is_replicated: bool = False,
+        storage: HostStorage | None = None,
     ) -> None:
         self.layout = layout
         self.parameters = list(parameters)
-        self.group = group
+        self.group = self.gather_group = group
         self.keeps_buffer = keeps_buffer
         self.is_replicated = is_replicated
+        self.storage = storage
         self.state = GradientState.EMPTY
         self.filled = [False] * len(self.parameters)
         self.present = [False] * len(self.parameters)
@@ -72,9 +79,10 @@ class ShardBucket:
             view.copy_(p.detach())
             p.data = view
         self.own = self.values[self._start : self._stop]
-        self.master = self.own if first.dtype == self.wide else self.own.to(self.wide)
+        self.master = self.own if first.dtype == self.wide else self._copy_for_optimizer()
         self.pieces = [layout.piece(place, comm.group_rank(group)) for place in range(len(self.parameters))]
-        self.shards = [self._make_shard(place) for place in range(len(self.parameters))]
+        stepped = self.master if storage is None else stand_in((self.own_size,), self.wide)
+        self.shards = [self._make_shard(place, stepped) for place in range(len(self.parameters))]
         self._buffer: Tensor | None = None
         self._gradients: list[Tensor] = []
         self._reduced: Tensor | None = None
@@ -84,8 +92,12 @@ class ShardBucket:
         slots = zip(self.layout.slots, self.parameters, strict=True)
         return [flat[slot.offset : slot.offset + slot.numel].view(p.shape) for slot, p in slots]
 
-    def _make_shard(self, place: int) -> nn.Parameter | None:
-        own = self.own_part(place, self.master)
+    def _copy_for_optimizer(self) -> Tensor:
+        """A float32 copy of this rank's share; with a storage, that makes it."""
+        return self.own.to(self.wide) if self.storage is None else stand_in((self.own_size,), self.wide)
+
+    def _make_shard(self, place: int, stepped: Tensor) -> nn.Parameter | None:
+        own = self.own_part(place, stepped)
         return None if own is None else nn.Parameter(own)
 
     def own_part(self, place: int, share: Tensor) -> Tensor | None:
@@ -121,6 +133,32 @@ class ShardBucket:
         """Whether gradients are wanted for any of the parameters at this moment."""
         return any(p.requires_grad for p in self.parameters)
 
+    @property
+    def own_size(self) -> int:
+        """Elements of this rank's share, padding included."""
+        return self._stop - self._start
+
+    @property
+    def side(self) -> torch.device:
+        """Where the optimizer's side is."""
+        return self.values.device if self.storage is None else torch.device("cpu")
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer steps on a float32 copy of the values."""
+        return self.master is not self.own
+
+    def is_part(self, place: int, value: Any) -> bool:
+        """Whether a value in an optimizer's state has an entry for each element that this rank owns of a parameter."""
+        return isinstance(value, Tensor) and value.dim() > 0 and value.shape == self.shard_shape(place)
+
+    def attach(self, values: Tensor) -> None:
+        """Lets the shards be parts of a tensor over this rank's share."""
+        for place, shard in enumerate(self.shards):
+            part = None if shard is None else self.own_part(place, values)
+            if shard is not None and part is not None:
+                shard.data = part
+
     # -------------------------------------------------------------- gradients
     def add_gradient(self, place: int) -> None:
         """Adds a parameter's `.grad` to this rank's own sum, and removes it from the parameter.
@@ -153,7 +191,9 @@ class ShardBucket:
             )
         if self._buffer is None:
             self._use_buffer()
-        elif self.keeps_buffer:  # the last sum may still be in use, and lies where the new one will
+        elif (
+            self.keeps_buffer and self.storage is None
+        ):  # the last sum may still be in use, and lies where the new one will
             for shard in self.shards:
                 if shard is not None and shard.grad is not None:
                     shard.grad = shard.grad.clone()
@@ -192,6 +232,8 @@ class ShardBucket:
         if self._work is not None:
             self._work.wait()
             self._work = None
+        if self.storage is not None and self._reduced is not None:
+            self._reduced = self.storage.keep_gradient(self._reduced)
         if not self.keeps_buffer:
             self._free()
         self.state = GradientState.REDUCED
@@ -211,7 +253,7 @@ class ShardBucket:
     def deliver_in_full(self) -> None:
         """Hands the full sum to the parameters, added to what they have. Collective over the group."""
         full = torch.zeros_like(self._use_buffer())
-        self._gather(full, self._take_reduced())
+        self._gather(full, self._take_reduced().to(full.device))
         for view, p, present in zip(self._views(full), self.parameters, self.present, strict=True):
             if present:
                 gradient = view.to(p.dtype)
@@ -237,7 +279,7 @@ class ShardBucket:
             gradient = self.parameters[place].grad
             if shard is not None:
                 part = None if gradient is None else self.cut(place, gradient)
-                shard.grad = None if part is None else part.to(self.wide)
+                shard.grad = None if part is None else part.to(self.side, self.wide)
 
     def clear(self) -> None:
         """Forgets gradients that were not delivered."""
@@ -248,16 +290,24 @@ class ShardBucket:
             self._free()
 
     # -------------------------------------------------------------- values
-    def accept_changes(self) -> None:
-        """Takes over what somebody wrote into half-precision parameters since the last step."""
-        if self.master is not self.own:
-            changed = self.own != self.master.to(self.own.dtype)
-            self.master.copy_(torch.where(changed, self.own.to(self.wide), self.master))
+    def accept_changes(self, values: Tensor) -> None:
+        """Takes over what somebody wrote into half-precision parameters since the last step.
+
+        Args:
+            values: this rank's share of them, where the float32 copy is.
+        """
+        if self.has_master:
+            changed = values != self.master.to(values.dtype)
+            self.master.copy_(torch.where(changed, values.to(self.wide), self.master))
 
     def publish(self) -> comm.Work | None:
-        """Sends this rank's share of the values to every rank. Returns a handle to wait for, if there is one."""
-        if self.master is not self.own:
+        """Takes over what the optimizer changed, and sends it to every rank, as `share_values`."""
+        if self.has_master:
             self.own.copy_(self.master)
+        return self.share_values()
+
+    def share_values(self) -> comm.Work | None:
+        """Sends this rank's share of the values to every rank. Returns a handle to wait for, if there is one."""
         return self._gather(self.values, self.own, async_op=True)
 
     def _gather(self, full: Tensor, own: Tensor, async_op: bool = False) -> comm.Work | None:
@@ -265,10 +315,11 @@ class ShardBucket:
         if self.layout.size == 0:
             return None
         if self.layout.owner is None:
-            return comm.all_gather_into(full, own, self.group, async_op)
+            return comm.all_gather_into(full, own, self.gather_group, async_op)
         if self.layout.owner == comm.group_rank(self.group):
             full.copy_(own)
-        return comm.broadcast_(full, comm.global_rank(self.group, self.layout.owner), self.group, async_op)
+        source = comm.global_rank(self.gather_group, self.layout.owner)
+        return comm.broadcast_(full, source, self.gather_group, async_op)
 
     def gather_full(self, parts: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
         """Full tensors of every parameter from this rank's parts of them (None: zeros). Collective over the group."""
@@ -287,7 +338,7 @@ class ShardBucket:
             p.data = p.data.clone()
         self.clear()
         self._free()
-        kept = None if self.master is self.own else self.master
+        kept = self.master if self.has_master else None
         self.values = self.own = self.values.new_empty(0)
         self.master = self.own if kept is None else kept
         self.shards = [None] * len(self.shards)

@@ -1,10 +1,12 @@
-"""Pure: bytes of model state per rank, by stage of ZeRO (Rajbhandari et al. 2020, section 3.1 and figure 1)."""
+"""Pure: bytes of model state per rank, by stage of ZeRO (Rajbhandari et al. 2020) and offload (Ren et al. 2021)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["StateBytes", "state_bytes"]
+from lightning_parallel.zero.offload import KINDS
+
+__all__ = ["OffloadedBytes", "StateBytes", "offloaded_bytes", "state_bytes"]
 
 
 @dataclass(frozen=True)
@@ -48,4 +50,53 @@ def state_bytes(stage: int, ranks: int, parameter_bytes: int = 4, moments: int =
         parameters=parameter_bytes / (ranks if stage == 3 else 1),
         gradients=gradient / (ranks if stage >= 2 else 1),
         optimizer=(moment * moments + master) / (ranks if stage >= 1 else 1),
+    )
+
+
+@dataclass(frozen=True)
+class OffloadedBytes:
+    """Bytes per parameter on one rank whose optimizer steps in host memory.
+
+    Attributes:
+        device: on the device between two steps.
+        host: in host memory between two steps.
+        disk: in its file; each step reads and writes all of it.
+        down: that a step copies from the device to the host.
+        up: that it copies back.
+    """
+
+    device: float
+    host: float
+    disk: float
+    down: float
+    up: float
+
+
+def offloaded_bytes(kind: str, stage: int, ranks: int, parameter_bytes: int = 4, moments: int = 2) -> OffloadedBytes:
+    """Where the bytes of `state_bytes` lie with an offload, padding and the few buckets on their way left out.
+
+    Args:
+        kind: "cpu" or "nvme".
+        stage: 1 to 3.
+        ranks: data replicas.
+        parameter_bytes: 4, or 2 for half precision.
+        moments: numbers of 4 bytes that the optimizer keeps for each element.
+
+    Raises:
+        ValueError: an unknown kind or stage, or less than one rank.
+
+    >>> offloaded_bytes("cpu", 2, ranks=4)
+    OffloadedBytes(device=4.0, host=3.0, disk=0.0, down=2.0, up=1.0)
+    """
+    if kind not in KINDS or stage == 0:
+        raise ValueError(f"offload={kind!r} of stage {stage} of ZeRO does not exist; use 'cpu' or 'nvme' and 1 to 3")
+    states = state_bytes(stage, ranks, parameter_bytes, moments)
+    gradients = 4 / ranks
+    on_disk = states.optimizer if kind == "nvme" else 0.0
+    return OffloadedBytes(
+        device=states.parameters + (states.gradients if stage == 1 else 0),
+        host=gradients + states.optimizer - on_disk,
+        disk=on_disk,
+        down=gradients + parameter_bytes / ranks,
+        up=parameter_bytes / ranks,
     )

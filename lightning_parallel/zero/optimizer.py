@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lightning_parallel.zero.offloaded_step import OffloadedStep
+
 if TYPE_CHECKING:
     from lightning_parallel.zero.sharder import ZeroSharder
 
@@ -31,6 +33,7 @@ class ShardedOptimizer:
         self.optimizer = optimizer
         self.sharder = sharder
         self._aside: list[list[nn.Parameter]] | None = None
+        self._offloaded: OffloadedStep | None = None
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -53,21 +56,30 @@ class ShardedOptimizer:
         position = 1 if len(args) > 1 else "closure"
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            self._enter()
+            self._begin()
             return None
 
-        def then_enter() -> Any:
+        def then_begin() -> Any:
             result = closure()
-            self._enter()
+            self._begin()
             return result
 
         if position == 1:
-            return (args[0], then_enter, *args[2:]), kwargs
-        return args, {**kwargs, "closure": then_enter}
+            return (args[0], then_begin, *args[2:]), kwargs
+        return args, {**kwargs, "closure": then_begin}
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        works = None if self._offloaded is None else self._offloaded.finish()
+        self._offloaded = None
         self._leave()
-        self.sharder.after_step(self.sharder.buckets_of(self.parameters()))
+        self.sharder.after_step(self.sharder.buckets_of(self.parameters()), works)
+
+    def _begin(self) -> None:
+        self._enter()
+        if self.sharder.storage is not None:
+            buckets = self.sharder.buckets_of(self.parameters())
+            self._offloaded = OffloadedStep(self.optimizer, buckets)
+            self._offloaded.begin()
 
     def _enter(self) -> None:
         if self._aside is None:
@@ -139,7 +151,7 @@ class ShardedOptimizer:
             if is_full:
                 part = bucket.cut(place, value)
                 assert part is not None, "this rank owns something of the parameter"
-                value = part.to(bucket.wide) if value.is_floating_point() else part
+                value = part.to(bucket.side, bucket.wide if value.is_floating_point() else part.dtype)
             own[key] = value
         return own
 

@@ -7,7 +7,7 @@ import inspect
 import torch
 from torch import optim
 
-__all__ = ["NEEDS_WHOLE_MODEL", "needs_whole_parameters"]
+__all__ = ["NEEDS_WHOLE_MODEL", "needs_whole_parameters", "plain_step", "refuse_on_host"]
 
 _ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
     optim.ASGD,
@@ -56,3 +56,30 @@ def needs_whole_parameters(optimizer: torch.optim.Optimizer) -> bool:
 def _steps_like(optimizer: torch.optim.Optimizer, known: type[torch.optim.Optimizer]) -> bool:
     """Whether the step is that of a class, and not one that a subclass has written itself."""
     return isinstance(optimizer, known) and inspect.unwrap(type(optimizer).step) is inspect.unwrap(known.step)
+
+
+def plain_step(optimizer: torch.optim.Optimizer) -> None:
+    """What an optimizer's step does, without the hooks around it."""
+    with torch.no_grad():
+        inspect.unwrap(type(optimizer).step)(optimizer)
+
+
+def refuse_on_host(optimizer: torch.optim.Optimizer, kind: str) -> None:
+    """Raises ValueError if an optimizer cannot step on shards in host memory.
+
+    Args:
+        optimizer: one that can be sharded.
+        kind: "cpu" or "nvme".
+    """
+    name = type(optimizer).__name__
+    for option in ("capturable", "differentiable"):
+        if any(group.get(option) for group in optimizer.param_groups):
+            raise ValueError(
+                f"{name} with {option}=True steps on the device only, but offload={kind!r} steps in host memory; leave "
+                f"{option} out"
+            )
+    if kind == "nvme" and needs_whole_parameters(optimizer):
+        raise ValueError(
+            f"{name} has a step of its own, which may look at all parameters, count its calls or keep more than "
+            "offload='nvme' can bring in bucket by bucket; use offload='cpu', or an optimizer such as AdamW"
+        )

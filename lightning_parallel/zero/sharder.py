@@ -8,7 +8,8 @@ on each rank, in float32 for half precision, and are reduced once (Rajbhandari e
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,12 @@ from lightning_parallel import comm
 from lightning_parallel.bucket_order import BucketOrder
 from lightning_parallel.comm import ProcessGroup
 from lightning_parallel.zero.buckets import GradientState, ShardBucket, wide_dtype
+from lightning_parallel.zero.disk_storage import DiskStorage
+from lightning_parallel.zero.host_storage import HostStorage
+from lightning_parallel.zero.offload import Offload
 from lightning_parallel.zero.optimizer import ShardedOptimizer
-from lightning_parallel.zero.placement import needs_whole_parameters
-from lightning_parallel.zero.shards import Item, plan_buckets
+from lightning_parallel.zero.placement import needs_whole_parameters, refuse_on_host
+from lightning_parallel.zero.shards import BucketLayout, Item, plan_buckets
 
 __all__ = ["ShardOptions", "ZeroSharder"]
 
@@ -41,6 +45,7 @@ class ShardOptions:
             or changes them before the optimizer step.
         zero_clears_all: `zero_grad()` also forgets what has accumulated but was not reduced yet. False if a step's
             gradients are already there when it is called.
+        offload: where the optimizer's side lies instead of on the device.
     """
 
     stage: int = 2
@@ -48,6 +53,7 @@ class ShardOptions:
     average: bool = False
     shows_gradients: bool = False
     zero_clears_all: bool = True
+    offload: Offload | None = None
 
     def __post_init__(self) -> None:
         if self.stage not in (1, 2):
@@ -95,10 +101,21 @@ class ZeroSharder:
         self._in_flight: deque[ShardBucket] = deque()
         self._reduced: list[ShardBucket] = []
         self._shown: list[nn.Parameter] = []
+        self.max_in_flight = MAX_IN_FLIGHT
         self._kept: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._whole = [needs_whole_parameters(optimizer) for optimizer in optimizers]
+        self.storage = self._make_storage(optimizers)
         self.optimizers = [ShardedOptimizer(optimizer, self) for optimizer in optimizers]
         self.refresh()
+
+    def _make_storage(self, optimizers: Sequence[torch.optim.Optimizer]) -> HostStorage | None:
+        offload = self.options.offload
+        if offload is None:
+            return None
+        for optimizer in optimizers:
+            refuse_on_host(optimizer, offload.kind)
+        device = next((p.device for p in self._all), torch.device("cpu"))
+        return HostStorage(device) if offload.path is None else DiskStorage(device, self.group, offload.path)
 
     # -------------------------------------------------------------- places
     def refresh(self) -> None:
@@ -113,19 +130,34 @@ class ZeroSharder:
         for p in parameters:
             user, late = users.get(id(p)), id(p) in self._incomplete
             whole = user is not None and self._whole[user]
-            items.append(Item(p.numel(), (p.dtype, p.device, user, late), whole))
+            items.append(Item(p.numel(), (self._unit_of(p), p.dtype, p.device, user, late), whole))
         itemsize = max(wide_dtype(p.dtype).itemsize for p in parameters)
         limit = max(1, self.options.bucket_bytes // itemsize)
+        adopted = []
         for layout in plan_buckets(items, comm.group_size(self.group), limit):
             members = [parameters[slot.index] for slot in layout.slots]
-            replicated = users.get(id(members[0])) is None
-            bucket = ShardBucket(layout, members, self.group, self.options.stage == 1, replicated)
+            user = users.get(id(members[0]))
+            storage = None if user is None else self.storage
+            bucket = self._make_bucket(layout, members, user is None, storage)
+            if user is not None:
+                adopted.append((bucket, self.optimizers[user].optimizer))
             self._places |= {id(p): (len(self.buckets), place) for place, p in enumerate(members)}
             self.buckets.append(bucket)
             if id(members[0]) not in self._incomplete:
                 self._hooks += [p.register_post_accumulate_grad_hook(self._on_gradient) for p in members]
         for optimizer in self.optimizers:
             optimizer.cut_states(parameters)
+        if self.storage is not None:
+            self.storage.adopt(adopted)
+
+    def _unit_of(self, parameter: nn.Parameter) -> Hashable:
+        """Only parameters for which this is equal share a bucket."""
+        return None
+
+    def _make_bucket(
+        self, layout: BucketLayout, members: list[nn.Parameter], is_replicated: bool, storage: HostStorage | None
+    ) -> ShardBucket:
+        return ShardBucket(layout, members, self.group, self.options.stage == 1, is_replicated, storage)
 
     def find(self, parameter: torch.Tensor) -> tuple[ShardBucket, int] | None:
         """Bucket and slot of a parameter; None if it was never trainable."""
@@ -165,11 +197,14 @@ class ZeroSharder:
     def _launch(self, bucket: ShardBucket) -> None:
         if not bucket.is_active:
             return
-        while len(self._in_flight) >= MAX_IN_FLIGHT:
-            self._in_flight.popleft().wait()
+        while len(self._in_flight) >= self.max_in_flight:
+            self._land(self._in_flight.popleft())
         bucket.launch(self.options.average)
         self._in_flight.append(bucket)
         self._reduced.append(bucket)
+
+    def _land(self, bucket: ShardBucket) -> None:
+        bucket.wait()
 
     def finish(self) -> None:
         """Reduces what is left and waits. Collective over the group. Gradients are handed out by `deliver`.
@@ -194,6 +229,8 @@ class ZeroSharder:
             found = iter(present.tolist())
             for bucket in self._reduced:
                 bucket.present = [next(found) > 0 for _ in bucket.present]
+        if self.storage is not None:
+            self.storage.wait_for_gradients()
 
     def _take_incomplete(self) -> None:
         if self._complete is not None:
@@ -243,14 +280,21 @@ class ZeroSharder:
     def before_step(self, buckets: Sequence[ShardBucket]) -> None:
         """Makes the shards of some buckets ready for an optimizer."""
         for bucket in buckets:
-            bucket.accept_changes()
+            if self.storage is None:
+                bucket.accept_changes(bucket.own)
             if self.options.shows_gradients or bucket.is_replicated:
                 bucket.cut_gradients()
 
     @torch.no_grad()
-    def after_step(self, buckets: Sequence[ShardBucket]) -> None:
-        """Sends the new values of some buckets to every rank. Collective over the group."""
-        for work in [bucket.publish() for bucket in buckets]:
+    def after_step(self, buckets: Sequence[ShardBucket], works: Sequence[comm.Work] | None = None) -> None:
+        """Sends the new values of some buckets to every rank. Collective over the group.
+
+        Args:
+            buckets: which.
+            works: what is left to wait for, if they have been sent.
+        """
+        sent = [bucket.publish() for bucket in buckets] if works is None else works
+        for work in sent:
             if work is not None:
                 work.wait()
         if self.options.shows_gradients:
@@ -272,6 +316,13 @@ class ZeroSharder:
             if shard is not None and shard.grad is not None:
                 shard.grad = None if set_to_none else shard.grad.zero_()
 
+    def resident(
+        self, optimizer: ShardedOptimizer, buckets: Sequence[ShardBucket], changed: bool = False
+    ) -> AbstractContextManager[None]:
+        """Inside, the states of some buckets are in memory; see `HostStorage.resident`."""
+        storage = self.storage
+        return nullcontext() if storage is None else storage.resident(optimizer.optimizer, buckets, changed)
+
     def close(self) -> None:
         """Gives parameters and optimizers back as they were, with the trained values. Not collective."""
         for handle in self._hooks:
@@ -281,3 +332,5 @@ class ZeroSharder:
             optimizer.release()
         for bucket in self.buckets:
             bucket.release()
+        if self.storage is not None:
+            self.storage.rest()

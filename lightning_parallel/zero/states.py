@@ -37,7 +37,8 @@ def whole_state(sharded: ShardedOptimizer, control: ProcessGroup | None, keep: b
     own = dict(optimizer.state)
     full = dict(own)
     for bucket in sharded.sharder.buckets_of(sharded.parameters()):
-        full |= _full_states(bucket, own, control, keep)
+        with sharded.sharder.resident(sharded, [bucket]):
+            full |= _full_states(bucket, optimizer.state, control, keep)
     members = {id(p) for p in sharded.parameters()}
     optimizer.state.clear()
     optimizer.state.update({p: s for p, s in full.items() if not isinstance(p, Tensor) or id(p) in members})
@@ -54,11 +55,11 @@ def _full_states(
     mine: dict[int, dict[str, Any]] = {}
     parts: dict[int, dict[str, Tensor]] = {}
     for place, p in enumerate(bucket.parameters):
-        master = None if bucket.master is bucket.own else bucket.own_part(place, bucket.master)
+        master = bucket.own_part(place, bucket.master) if bucket.has_master else None
         if bucket.pieces[place] is None or (p not in states and master is None):
             continue
         state = states.get(p, {})
-        parts[place] = {key: value for key, value in state.items() if _is_part(bucket, place, value)}
+        parts[place] = {key: value for key, value in state.items() if bucket.is_part(place, value)}
         parts[place] |= {} if master is None else {MASTER: master}
         mine[place] = {k: _to_cpu(v) for k, v in state.items() if k not in parts[place]}
         mine[place] |= {key: (value.dtype,) for key, value in parts[place].items()}
@@ -90,10 +91,6 @@ def _kinds(outline: Mapping[int, Mapping[str, Any]]) -> list[tuple[str, torch.dt
     return list(found)
 
 
-def _is_part(bucket: ShardBucket, place: int, value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == bucket.shard_shape(place)
-
-
 def _to_cpu(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
@@ -102,6 +99,12 @@ def load_full_state(sharded: ShardedOptimizer, full: Mapping[str, Any]) -> None:
     """Loads a state dict of a run without shards, of which this rank keeps its parts."""
     sharder = sharded.sharder
     sharder.refresh()
+    with sharder.resident(sharded, sharder.buckets_of(sharded.parameters()), changed=True):
+        _load(sharded, full)
+
+
+def _load(sharded: ShardedOptimizer, full: Mapping[str, Any]) -> None:
+    sharder = sharded.sharder
     state = {key: value for key, value in full["state"].items() if not isinstance(key, int)}
     for index, p in enumerate(sharded.parameters()):
         entry = full["state"].get(index)
@@ -117,7 +120,7 @@ def load_full_state(sharded: ShardedOptimizer, full: Mapping[str, Any]) -> None:
         own = sharded.cut_state(p, {key: value for key, value in entry.items() if key != MASTER})
         state[index] = own
         part = bucket.own_part(place, bucket.master)
-        if MASTER in entry and bucket.master is not bucket.own and part is not None:
+        if MASTER in entry and bucket.has_master and part is not None:
             saved = bucket.cut(place, entry[MASTER])
             assert saved is not None, "this rank owns something of the parameter"
             part.copy_(saved)
