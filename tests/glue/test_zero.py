@@ -173,9 +173,9 @@ def test_names_shard_the_state(ranks: Ranks, stage: int) -> None:
         ({"stage": "FULL_SHARD"}, "stage 'FULL_SHARD' of ZeRO is not available; use 0"),
         ({"stage": True}, "stage True of ZeRO is not available"),
         ({"offload": "disk"}, "offload='disk' is unknown; use None, 'cpu' or 'nvme'"),
-        ({"offload": "cpu", "nvme_path": "/scratch"}, "nvme_path='/scratch' goes with offload='nvme'; add that, or"),
-        ({"stage": 0, "offload": "cpu"}, "offload='cpu' moves what is sharded, but stage 0 shards nothing; use stage=2"),
-        ({"offload_parameters": True}, "offload_parameters=True is not available: stage 2 computes with whole parameters"),
+        ({"offload": "cpu", "nvme_path": "/scratch"}, "nvme_path='/scratch' goes with offload='nvme'; add"),
+        ({"stage": 0, "offload": "cpu"}, "offload='cpu' moves what is sharded, but stage 0 shards nothing"),
+        ({"offload_parameters": True}, "offload_parameters=True is not available: stage 2 computes with whole"),
         ({"stages": 2}, "ZeroStrategy has no option 'stages'; did you mean stage?"),
     ],
 )
