@@ -14,6 +14,7 @@ from lightning_parallel.when_imported import when_imported
 if TYPE_CHECKING:
     from lightning_parallel.layout import ParallelLayout
     from lightning_parallel.strategies import (
+        AutoStrategy,
         LossConfig,
         PipelineConfig,
         TensorParallelConfig,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AutoStrategy",
     "LossConfig",
     "ParallelLayout",
     "PipelineConfig",
@@ -36,6 +38,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AutoStrategy": "lightning_parallel.strategies",
     "LossConfig": "lightning_parallel.strategies",
     "ParallelLayout": "lightning_parallel.layout",
     "PipelineConfig": "lightning_parallel.strategies",

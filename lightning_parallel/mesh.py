@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_parallel.layout import Coordinate, ParallelLayout
 
-__all__ = ["Mesh", "build_mesh", "world_size"]
+__all__ = ["Mesh", "build_mesh", "whole_world", "world_size"]
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,11 @@ def add_stage_groups(mesh: Mesh, owners: tuple[tuple[int, ...], ...], timeout: t
         mine = _subset(groups, mesh.rank, timeout)
         if mine is not None:
             mesh.stage_pairs[stages] = mine
+
+
+def whole_world() -> dist.ProcessGroup | None:
+    """Every rank, before there is a mesh; None for one process."""
+    return dist.group.WORLD if world_size() > 1 else None
 
 
 def world_size() -> int:

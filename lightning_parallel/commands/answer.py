@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     Subcommands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["Answer", "add_command", "show", "table"]
+__all__ = ["Answer", "add_command", "show", "show_parts", "table"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,12 @@ def show(answer: Answer, *, as_json: bool, console: Console) -> None:
     if as_json:
         console.file.write(json.dumps(answer.data, indent=2) + "\n")
         return
-    for part in answer.text:
+    show_parts(answer.text, console)
+
+
+def show_parts(parts: Iterable[RenderableType], console: Console) -> None:
+    """Prints tables and sentences."""
+    for part in parts:
         # Text is printed as it is: brackets in it are no markup, and a schedule's grid must not be wrapped.
         console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
 

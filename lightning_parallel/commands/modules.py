@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_parallel.planner.config_shapes import FAMILIES, shape_from_config
+from lightning_parallel.planner.config_shapes import FAMILIES, ONLY_DENSE, shape_from_config
 from lightning_parallel.planner.model_shape import ModelShape
 
 __all__ = ["config_by_name", "parameter_count", "shape_of_module", "shape_of_module_path"]
+
+# Parts of the names of classes that send each token to some of their parts.
+_EXPERTS = ("expert", "moe")
 
 
 def config_by_name(name: str) -> dict[str, Any]:
@@ -64,35 +68,74 @@ def shape_of_module_path(path: str, *, heads: int = 0, seq: int = 0) -> ModelSha
 
 
 def shape_of_module(module: nn.Module, *, heads: int = 0, seq: int = 0) -> ModelShape:
-    """The shape of a module: from its transformers configuration, else read off its repeated blocks.
+    """The shape of a module: from the transformers configuration in it, else read off its repeated blocks.
 
     The parameter count is always that of the module. Sizes that no tensor shows: ``heads`` is taken from the modules'
     attributes (64 wide when there are none), ``seq`` from learned positions or 2048.
 
     Raises:
-        ValueError: the module has no embedding or no blocks to read the sizes from.
+        ValueError: the module has no embedding or no blocks to read the sizes from, or experts.
     """
-    config: Any = getattr(module, "config", None)
-    fields = config.to_dict() if hasattr(config, "to_dict") else {}
-    if fields.get("model_type") in FAMILIES:
-        return shape_from_config(fields, seq=seq).with_parameters(parameter_count(module))
+    for fields in _configurations(module):
+        if fields.get("model_type") in FAMILIES:
+            return shape_from_config(fields, seq=seq).with_parameters(parameter_count(module))
+    _refuse_experts(module)
     embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding)]
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and _repeats(m)]
     if not embeddings or not lists:
         raise ValueError("the module has no embedding or no list of equal blocks; give its sizes instead")
     blocks = max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
     tokens = max(embeddings, key=lambda m: m.num_embeddings * m.embedding_dim)
-    hidden = tokens.embedding_dim
-    first = blocks[0]
-    # The MLP's width is the side that only some matrices of a block have; a fused qkv is three hidden widths.
-    sides = Counter(side for m in first.modules() if isinstance(m, nn.Linear) for side in m.weight.shape)
-    widths = [side for side in sides if side not in (hidden, 3 * hidden)]
     positions = [m.num_embeddings for m in embeddings if m is not tokens]
-    found = heads or _attribute(first, ("n_head", "num_heads", "num_attention_heads", "nhead")) or max(1, hidden // 64)
-    length = seq or max(positions, default=2048)
-    shape = ModelShape.gpt(len(blocks), hidden, found, vocab=tokens.num_embeddings, seq=length)
-    sized = ModelShape(**{**vars(shape), "ffn": max(widths, default=4 * hidden)})
-    return sized.with_parameters(parameter_count(module))
+    found = heads or _attribute(blocks[0], ("n_head", "num_heads", "num_attention_heads", "nhead", "heads"))
+    shape = ModelShape(
+        layers=len(blocks),
+        hidden=tokens.embedding_dim,
+        heads=found or max(1, tokens.embedding_dim // 64),
+        vocab=tokens.num_embeddings,
+        seq=seq or max(positions, default=2048),
+        learned_positions=sum(positions),
+        **_block_sizes(blocks[0], tokens.embedding_dim),
+        **_ends(module, blocks, tokens),
+    )
+    return shape.with_parameters(parameter_count(module))
+
+
+def _configurations(module: nn.Module) -> Iterator[dict[str, Any]]:
+    for child in module.modules():
+        config: Any = getattr(child, "config", None)
+        if callable(getattr(config, "to_dict", None)):
+            yield config.to_dict()
+
+
+def _refuse_experts(module: nn.Module) -> None:
+    """Raises ValueError for a mixture of experts: a token passes a part of it only, which no plan here knows."""
+    found = [name for name, m in module.named_modules() if any(w in type(m).__name__.lower() for w in _EXPERTS)]
+    if found:
+        raise ValueError(f"{found[0]} is a mixture of experts, which is not planned: {ONLY_DENSE}")
+
+
+def _block_sizes(block: nn.Module, hidden: int) -> dict[str, Any]:
+    """Width and kind of the MLP, and biases, of one block."""
+    layers: list[Any] = [m for m in block.modules() if isinstance(getattr(m, "weight", None), Tensor)]
+    layers = [layer for layer in layers if layer.weight.dim() == 2]
+    # The MLP's width is the side that only some matrices of a block have; a fused qkv is three hidden widths.
+    sides = Counter(side for m in layers for side in set(m.weight.shape) - {hidden, 3 * hidden})
+    ffn = max(sides, default=4 * hidden)
+    biased = any(getattr(m, "bias", None) is not None for m in layers)
+    biases = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), biased)
+    return {"ffn": ffn, "gated": sides[ffn] >= 3, **biases}
+
+
+def _ends(module: nn.Module, blocks: nn.Module, tokens: nn.Embedding) -> dict[str, Any]:
+    """What stands in front of and behind the blocks: so that these get exactly the rest of the parameters."""
+    inside = {id(p) for p in blocks.parameters()}
+    shapes = Counter(tuple(p.shape) for p in module.parameters() if id(p) not in inside)
+    return {
+        "tied": shapes[tuple(tokens.weight.shape)] < 2,
+        "head_bias": shapes[(tokens.num_embeddings,)] > 0,
+        "norm": "rms" if shapes[(tokens.embedding_dim,)] == 1 else "layer",
+    }
 
 
 def _repeats(container: nn.Module) -> bool:

@@ -22,8 +22,8 @@ def block_bytes(job: TrainingJob, split: Candidate) -> float:
     """Bytes that one block keeps per micro-batch on one rank until its backward."""
     shape, tokens, t = job.shape, split.micro_batch_tokens(job), split.tensor
     if split.recompute == "full":
-        return tokens * shape.hidden * job.weight_bytes / (t if split.sequence_parallel else 1)
-    kept = tokens * _token_bytes(job, split)
+        return tokens * shape.hidden * job.residual_bytes / (t if split.sequence_parallel else 1)
+    kept = tokens * _token_bytes(job, split) + _cast_weights(job, split)
     scores = split.micro_batch * shape.heads / t * shape.seq**2 / split.context * SCORE_BYTES
     if job.attention == "eager":
         return kept + (scores if split.recompute == "none" else 0.0)
@@ -32,12 +32,19 @@ def block_bytes(job: TrainingJob, split: Candidate) -> float:
 
 def _token_bytes(job: TrainingJob, split: Candidate) -> float:
     """Bytes per token without the scores: inputs of norms and products, and of the MLP's nonlinearity."""
-    shape, width = job.shape, job.weight_bytes
+    shape, width = job.shape, job.product_bytes
     dropout_masks = 2.0 if job.dropout and not shape.gated else 0.0
-    residual = shape.hidden * (4 * width + dropout_masks) / (split.tensor if split.sequence_parallel else 1)
+    # Two norms keep their inputs, two products theirs.
+    streams = 2 * job.residual_bytes + 2 * width + dropout_masks
+    residual = shape.hidden * streams / (split.tensor if split.sequence_parallel else 1)
     inner = {(False, "plain"): 2, (False, "fused"): 2, (True, "plain"): 4, (True, "fused"): 3}
     attention = 2 * shape.query_width + 2 * shape.key_value_width
     return residual + width * (attention + inner[shape.gated, job.kernels] * shape.ffn) / split.tensor
+
+
+def _cast_weights(job: TrainingJob, split: Candidate) -> float:
+    """Bytes of the 16-bit copies of a block's matrices that autocast makes, and autograd keeps, for each forward."""
+    return job.product_bytes * job.shape.matrix_parameters / split.tensor if job.states == "autocast" else 0.0
 
 
 def boundary_bytes(job: TrainingJob, split: Candidate) -> float:
@@ -45,14 +52,14 @@ def boundary_bytes(job: TrainingJob, split: Candidate) -> float:
     if split.pipeline == 1:
         return 0.0
     sharing = split.tensor if split.sequence_parallel else 1
-    return 2 * split.micro_batch_tokens(job) * job.shape.hidden * job.weight_bytes / sharing
+    return 2 * split.micro_batch_tokens(job) * job.shape.hidden * job.residual_bytes / sharing
 
 
 def passing_bytes(job: TrainingJob, split: Candidate) -> float:
     """Bytes that come and go while one block runs backward: gradients of its activations, and what it repeats."""
     shape, tokens = job.shape, split.micro_batch_tokens(job)
     inner = shape.ffn * (2 if shape.gated else 1) / split.tensor
-    gradients = tokens * job.weight_bytes * (2 * inner + 4 * shape.hidden)
+    gradients = tokens * job.product_bytes * (2 * inner + 4 * shape.hidden)
     if split.recompute == "none":
         return gradients
     whole = tokens * _token_bytes(job, split)

@@ -10,13 +10,18 @@ from typing import Any
 from lightning_parallel.patterns import close_names
 from lightning_parallel.planner.model_shape import ModelShape
 
-__all__ = ["FAMILIES", "shape_from_config", "shape_from_file"]
+__all__ = ["FAMILIES", "ONLY_DENSE", "shape_from_config", "shape_from_file"]
+
+ONLY_DENSE = (
+    "tokens would be sent between ranks; plan a dense model, such as one with the parameters that a token meets"
+)
 
 Config = Mapping[str, Any]
 
 # The longest sequence that is taken from a configuration unasked: many allow far more than they are trained with.
 LONGEST_DEFAULT_SEQUENCE = 8192
 
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -38,14 +43,14 @@ def shape_from_config(config: Config, *, seq: int = 0) -> ModelShape:
         ValueError: a family whose parameters are not known here, or a field is missing.
     """
     family = config.get("model_type")
+    if any((config.get(name) or 1) > 1 for name in _EXPERTS):
+        raise ValueError(f"model_type {family!r} is a mixture of experts, which is not planned: {ONLY_DENSE}")
     if family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise ValueError(
             f"the parameters of model_type {family!r} are not known (closest: {close_names(str(family), FAMILIES)}); "
             f"known are {known}; for another model give its sizes, or build it on the meta device"
         )
-    if config.get("num_local_experts") or config.get("num_experts"):
-        raise ValueError(f"model_type {family!r} with experts is not planned; a dense model would work")
     sizes = {name: _first(config, name) for name in ("layers", "hidden", "heads", "vocab")}
     if family == "opt" and config.get("word_embed_proj_dim", sizes["hidden"]) != sizes["hidden"]:
         raise ValueError("an OPT whose embedding is narrower than its blocks is not known; give its sizes instead")

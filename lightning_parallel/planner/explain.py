@@ -183,7 +183,7 @@ class Wire:
 def wires(job: TrainingJob, split: Candidate) -> tuple[Wire, ...]:
     """What tensor and data parallelism send in one step, and what it would cost on either wire."""
     micro_batches = split.micro_batches(job)
-    activation = split.micro_batch_tokens(job) * job.shape.hidden * job.weight_bytes
+    activation = split.micro_batch_tokens(job) * job.shape.hidden * job.residual_bytes
     # Two sums forward and two backward in every block of a stage.
     often = 4 * micro_batches * job.shape.layers / split.pipeline
     gradients = max(stage_parameters(job.shape, split)) * job.gradient_bytes

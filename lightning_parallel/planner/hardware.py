@@ -7,11 +7,12 @@ collective is bound by one. ``gemm_share`` is the part of the 16-bit peak that t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-__all__ = ["GIB", "GPUS", "PRECISIONS", "Cluster", "Gpu", "find_gpu"]
+__all__ = ["GIB", "GPUS", "PRECISIONS", "Cluster", "Gpu", "cpu_process", "find_gpu", "recognise"]
 
 GIB = 2**30
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "nvfp4")
@@ -33,6 +34,7 @@ class Gpu:
         link_domain: GPUs that share the fast links; 0 for those of one node.
         network_gbit: usual network bandwidth per GPU in Gbit/s.
         reduces_in_switch: its links' switches add up, so that an all-reduce moves each byte once.
+        context_gib: memory of context, libraries and communicators before the first tensor, in GiB.
         source: where the numbers were read.
     """
 
@@ -47,6 +49,7 @@ class Gpu:
     link_domain: int = 0
     network_gbit: float = 200.0
     reduces_in_switch: bool = False
+    context_gib: float = 1.5
     source: str = "given"
 
     def __post_init__(self) -> None:
@@ -130,6 +133,31 @@ def find_gpu(name: str) -> Gpu:
     if name not in GPUS:
         raise ValueError(f"GPU {name!r} is unknown; use {' or '.join(GPUS)}")
     return GPUS[name]
+
+
+def recognise(device: str, memory_gib: float) -> Gpu:
+    """The catalogue's GPU that a driver calls ``device``, with the memory that it reports.
+
+    >>> recognise("NVIDIA A100-SXM4-80GB", 79.25).name, recognise("NVIDIA GeForce RTX 4090", 23.6).name
+    ('a100-80gb', 'rtx-4090')
+
+    Raises:
+        ValueError: it is none of the catalogue.
+    """
+    words = set(re.split(r"[^a-z0-9]+", device.lower()))
+    fitting = [gpu for gpu in GPUS.values() if gpu.name.removeprefix("rtx-").partition("-")[0] in words]
+    if not fitting:
+        raise ValueError(f"the device {device!r} is not in the catalogue; name the nearest of {' or '.join(GPUS)}")
+    nearest = min(fitting, key=lambda gpu: abs(gpu.memory_gib - memory_gib))
+    return replace(nearest, memory_gib=memory_gib)
+
+
+def cpu_process(memory_gib: float) -> Gpu:
+    """One process on a CPU core that talks over gloo: rates of the right order, for runs that only try a layout out."""
+    rates = _rates(0.03, fp32=0.05, fp16=0.005)
+    return Gpu(
+        "cpu", memory_gib, 10, rates, 1, 10, 0.8, 1, network_gbit=8, context_gib=0.0, source="order of magnitude"
+    )
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOADS = ("none", "cpu", "nvme")
 ATTENTIONS = ("flash", "eager")
 KERNELS = ("plain", "fused")
-STATES = ("mixed", "fp32-gradients", "true")
+STATES = ("mixed", "fp32-gradients", "both-gradients", "autocast", "true")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zb-h2", "zb-v")
 # Bytes of optimizer state per parameter in 32 bit.
 OPTIMIZERS = {"adam": 8, "adamw": 8, "adam-8bit": 2, "sgd": 0, "sgd-momentum": 4, "lion": 4}
@@ -47,8 +47,10 @@ class TrainingJob:
         attention: "flash" never stores the scores, "eager" does.
         kernels: "plain" for modules of torch, "fused" for hand-written layers such as those of Megatron and NeMo, which
             read and write the activations less often.
-        states: with 16 bit or less, "mixed" keeps 16-bit weights and gradients beside 32-bit master weights,
-            "fp32-gradients" sums gradients in 32 bit (Megatron), "true" has no master weights.
+        states: with 16 bit or less, "mixed" keeps 16-bit weights and gradients beside 32-bit master weights (the ZeRO
+            paper), "fp32-gradients" sums gradients in 32 bit (Megatron; ZeRO here with Lightning's "bf16-true"),
+            "both-gradients" keeps the 16-bit ones beside that sum (DeepSpeed's optimizer for bf16), "autocast" keeps
+            everything in 32 bit and casts for products (Lightning's "bf16-mixed"), "true" has no master weights.
         dropout: whether a plain (not gated) block drops parts of the residual stream, so that it keeps two masks.
         trainable: the part of the parameters that is trained (below 1 for adapters such as LoRA).
 
@@ -85,19 +87,31 @@ class TrainingJob:
         return self.precision not in ("fp32", "tf32")
 
     @property
-    def weight_bytes(self) -> float:
-        """Bytes of a weight as the products read it."""
+    def product_bytes(self) -> float:
+        """Bytes of an element that the products read and write."""
         return 2.0 if self.narrow else 4.0
+
+    @property
+    def residual_bytes(self) -> float:
+        """Bytes of an element between the blocks: under autocast, sums with 32-bit weights stay in 32 bit."""
+        return self.weight_bytes
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of a weight as the model holds it."""
+        return 2.0 if self.narrow and self.states != "autocast" else 4.0
 
     @property
     def gradient_bytes(self) -> float:
         """Bytes of a gradient."""
-        return 2.0 if self.narrow and self.states != "fp32-gradients" else 4.0
+        if not self.narrow:
+            return 4.0
+        return {"fp32-gradients": 4.0, "autocast": 4.0, "both-gradients": 6.0}.get(self.states, 2.0)
 
     @property
     def master_bytes(self) -> float:
         """Bytes of the 32-bit copy of a weight that the optimizer updates."""
-        return 4.0 if self.narrow and self.states != "true" else 0.0
+        return 4.0 if self.narrow and self.states not in ("true", "autocast") else 0.0
 
     @property
     def optimizer_bytes(self) -> float:

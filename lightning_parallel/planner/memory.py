@@ -17,9 +17,7 @@ __all__ = ["EXACT_TERMS", "StageMemory", "host_bytes", "memory_by_stage", "worst
 
 EXACT_TERMS = ("weights", "gradients", "master_weights", "optimizer")
 
-# Context, libraries and communicators before the first tensor, and the part of the moving memory that the allocator
-# cannot use.
-CONTEXT_BYTES = 1.5 * GIB
+# The part of the moving memory that the allocator cannot use.
 FRAGMENTATION = 0.05
 # Two buffers for collectives of gradients, of at most this many bytes together.
 BUCKET_BYTES = 1.0 * GIB
@@ -142,5 +140,5 @@ def _stage(job: TrainingJob, split: Candidate, held: float, activations: float, 
         working_set=working,
         logits=logits,
         buckets=buckets,
-        overhead=CONTEXT_BYTES + FRAGMENTATION * (activations + gathered + working + logits),
+        overhead=job.cluster.gpu.context_gib * GIB + FRAGMENTATION * (activations + gathered + working + logits),
     )

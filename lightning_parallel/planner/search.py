@@ -17,7 +17,7 @@ from lightning_parallel.planner.hardware import GIB
 from lightning_parallel.planner.job import RECOMPUTES, Candidate, Recompute, TrainingJob
 from lightning_parallel.planner.memory import StageMemory, host_bytes, memory_by_stage, worst_stage
 
-__all__ = ["FIXABLE", "Plan", "Rejected", "SearchResult", "search"]
+__all__ = ["FIXABLE", "Plan", "Rejected", "SearchResult", "rank_layouts", "search"]
 
 # Part of the memory that may be planned: the rest is for what the allocator and the driver do unasked.
 USABLE_MEMORY = 0.96
@@ -85,19 +85,20 @@ def search(job: TrainingJob, fixed: Mapping[str, Any] | None = None) -> SearchRe
     unknown = sorted(set(given) - set(FIXABLE))
     if unknown:
         raise ValueError(f"{', '.join(unknown)} cannot be fixed; use {', '.join(FIXABLE)}")
-    result = _search(job, {"offload": "none", **given})
+    result = rank_layouts(job, {"offload": "none", **given})
     if not result.plans and not result.rejected:
         raise ValueError(_no_layout(job, given))
     if result.plans or "offload" in given or given.get("zero_stage") == 0:
         return result
     for offload in ("cpu", "nvme"):
-        moved = _search(job, {**given, "offload": offload})
+        moved = rank_layouts(job, {**given, "offload": offload})
         if moved.plans:
             return replace(moved, rejected=moved.rejected + result.rejected)
     return result
 
 
-def _search(job: TrainingJob, fixed: dict[str, Any]) -> SearchResult:
+def rank_layouts(job: TrainingJob, fixed: Mapping[str, Any]) -> SearchResult:
+    """The search with ``offload`` among the fixed fields; it may find no layout at all."""
     plans: list[Plan] = []
     rejected: list[Rejected] = []
     for base in _layouts(job, fixed):

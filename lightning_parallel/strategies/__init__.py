@@ -6,11 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_parallel.strategies.auto import AutoStrategy
     from lightning_parallel.strategies.config import LossConfig, PipelineConfig, TensorParallelConfig, ZeroConfig
     from lightning_parallel.strategies.tensor_pipeline import TensorPipelineStrategy
     from lightning_parallel.strategies.zero import ZeroStrategy
 
 __all__ = [
+    "AutoStrategy",
     "LossConfig",
     "PipelineConfig",
     "TensorParallelConfig",
@@ -20,6 +22,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AutoStrategy": "auto",
     "LossConfig": "config",
     "PipelineConfig": "config",
     "TensorParallelConfig": "config",

@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSourc
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_flatten, tree_map
@@ -42,6 +43,7 @@ __all__ = [
     "set_running_sums",
     "sigterm_handlers",
     "sums_kept",
+    "training_batch_size",
     "unmovable_left_alone",
 ]
 
@@ -181,6 +183,18 @@ def original_loader(trainer: Trainer, loader: DataLoader[Any]) -> DataLoader[Any
             if candidate is loader or candidate.dataset is loader.dataset:
                 return candidate
     return None
+
+
+def training_batch_size(trainer: Trainer) -> int | None:
+    """Samples of a training batch, before any loader is made: the given loader's, else the attribute ``batch_size``
+    that Lightning's own tuner goes by; None if there is none of both.
+    """
+    source = trainer.fit_loop._data_source.instance
+    size = getattr(source, "batch_size", None)
+    module = trainer.lightning_module
+    if size is None and lightning_hasattr(module, "batch_size"):
+        size = lightning_getattr(module, "batch_size")
+    return size if isinstance(size, int) else None
 
 
 def seed_workers(loader: DataLoader[Any], rank: int) -> None:

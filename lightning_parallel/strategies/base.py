@@ -148,14 +148,16 @@ class PartitionedStrategy(DDPStrategy):
         refuse_objects(self._trainer())
         super().setup_environment()
         if self._mesh is None:
-            layout = ParallelLayout.choose(self.world_size, self.num_processes, *self._sizes)
-            self._mesh = build_mesh(layout, self.root_device, self._timeout)
+            self._mesh = build_mesh(self._choose_layout(), self.root_device, self._timeout)
             self._seed = comm.broadcast_object(torch.initial_seed() % 2**62, 0, self._mesh.world)
         self._start_watch()
         _compat.remember_loaders(self._trainer())
         agree_to_stop(self._trainer())
         self._training_samples = SampleCounter(self.layout.data, self.mesh.data_rank)
         self._evaluation_samples = SampleCounter(self.layout.data, self.mesh.data_rank)
+
+    def _choose_layout(self) -> ParallelLayout:
+        return ParallelLayout.choose(self.world_size, self.num_processes, *self._sizes)
 
     def _start_watch(self) -> None:
         environment = self.cluster_environment

@@ -16,7 +16,7 @@ from lightning_parallel.strategies.refusals import note_surroundings
 
 __all__ = ["STRATEGY_NAMES", "register_strategies"]
 
-STRATEGY_NAMES = ("tp_pp", "tp", "pp", "zero1", "zero2", "zero2_offload")
+STRATEGY_NAMES = ("tp_pp", "tp", "pp", "zero1", "zero2", "zero2_offload", "auto_parallel")
 
 
 def register_strategies() -> None:
@@ -28,6 +28,7 @@ def register_strategies() -> None:
         "zero1": ("ZeroStrategy", "data parallel, optimizer state sharded", {"stage": 1}),
         "zero2": ("ZeroStrategy", "data parallel, optimizer state and gradients sharded", {"stage": 2}),
         "zero2_offload": ("ZeroStrategy", "the same, in host memory", {"stage": 2, "offload": "cpu"}),
+        "auto_parallel": ("AutoStrategy", "what the planner finds fastest", {}),
     }
     for name, (class_name, description, options) in entries.items():
         if name not in StrategyRegistry:

@@ -1,0 +1,107 @@
+"""Pure: the split of a run whose loader is given: every replica reads the same number of sequences per step.
+
+More replicas then take larger global batches, so that layouts are compared by the sequences that they train per second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_parallel.layout import divisors
+from lightning_parallel.planner.advice import advice
+from lightning_parallel.planner.job import Candidate, TrainingJob
+from lightning_parallel.planner.report import result_data
+from lightning_parallel.planner.search import Plan, Rejected, SearchResult, rank_layouts
+
+__all__ = ["Choice", "Choices", "choose"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A split that fits, with the job that it makes of the loader's batches."""
+
+    job: TrainingJob
+    plan: Plan
+
+    @property
+    def seconds_per_sequence(self) -> float:
+        """Seconds of a step over the sequences of all replicas."""
+        return self.plan.time.total / self.job.global_batch
+
+
+@dataclass(frozen=True)
+class Choices:
+    """``ranked`` fastest first; the others with the reason."""
+
+    ranked: tuple[Choice, ...]
+    rejected: tuple[tuple[TrainingJob, Rejected], ...]
+
+    @property
+    def best(self) -> Choice:
+        """The fastest.
+
+        Raises:
+            ValueError: nothing fits; the text names the nearest layout, what it lacks, and what would help.
+        """
+        if not self.ranked:
+            raise ValueError(self._nearest())
+        return self.ranked[0]
+
+    def _nearest(self) -> str:
+        known = [(job, entry) for job, entry in self.rejected if entry.plan is not None]
+        if not known:
+            reasons = "; ".join(dict.fromkeys(entry.reason for _, entry in self.rejected))
+            return f"no layout runs this job: {reasons or 'no sizes fill the devices'}"
+        job, entry = min(known, key=lambda pair: pair[1].plan.worst.total if pair[1].plan else 0.0)
+        split = entry.split
+        return (
+            f"no layout of {job.cluster.gpus} devices with {job.cluster.gpu.memory_gib:.3g} GiB each holds "
+            f"{job.shape.parameters:,} parameters and their training: the nearest, tensor {split.tensor} x pipeline "
+            f"{split.pipeline} x data {split.data} with ZeRO {split.zero_stage}, {entry.reason}; use more devices, a "
+            "smaller batch, or a model that recomputes its activations"
+        )
+
+    def data(self) -> dict[str, Any]:
+        """The whole answer, with the keys of `result_data`."""
+        if not self.ranked:
+            raise ValueError(self._nearest())
+        found = [result_data(SearchResult(choice.job, (choice.plan,), ())) for choice in self.ranked]
+        rejected = [result_data(SearchResult(job, (), (entry,)))["rejected"][0] for job, entry in self.rejected]
+        best = SearchResult(self.best.job, (self.best.plan,), ())
+        plans = [answer["plans"][0] for answer in found]
+        return {**found[0], "plans": plans, "rejected": rejected, "advice": advice(best)}
+
+
+def choose(
+    cases: Iterable[tuple[TrainingJob, Mapping[str, Any]]],
+    why_not: Callable[[Candidate], str] = lambda split: "",
+) -> Choices:
+    """Every layout of the devices with the loader's batch on each replica.
+
+    Args:
+        cases: what is trained, its ``global_batch`` being the sequences that one replica reads per step, with the
+            fields of the candidates that are given. More than one where the bytes of the states depend on such a field.
+        why_not: why a split cannot be run here; empty if it can.
+    """
+    ranked: list[Choice] = []
+    rejected: list[tuple[TrainingJob, Rejected]] = []
+    for replica, fixed in cases:
+        for data in _replicas(replica.cluster.gpus, fixed):
+            job = replace(replica, global_batch=replica.global_batch * data)
+            result = rank_layouts(job, {"offload": "none", **fixed, "data": data})
+            rejected += [(job, entry) for entry in result.rejected]
+            for plan in result.plans:
+                reason = why_not(plan.split)
+                if reason:
+                    rejected.append((job, Rejected(plan.split, reason)))
+                else:
+                    ranked.append(Choice(job, plan))
+    return Choices(tuple(sorted(ranked, key=lambda choice: choice.seconds_per_sequence)), tuple(rejected))
+
+
+def _replicas(devices: int, fixed: Mapping[str, Any]) -> list[int]:
+    """Numbers of replicas that sizes of the model's ranks leave."""
+    taken = fixed.get("tensor", 1) * fixed.get("pipeline", 1)
+    return [data for data in divisors(devices) if devices // data % taken == 0 and fixed.get("data", data) == data]

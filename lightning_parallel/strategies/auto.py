@@ -1,0 +1,233 @@
+"""Glue: the strategy that asks the planner for its layout when it knows the module and the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from rich.console import Console
+from torch import nn
+
+from lightning_parallel import comm
+from lightning_parallel.commands.answer import show_parts
+from lightning_parallel.commands.modules import shape_of_module
+from lightning_parallel.commands.plan_text import plan_text
+from lightning_parallel.layout import ParallelLayout
+from lightning_parallel.mesh import whole_world
+from lightning_parallel.planner.choose import Choice, Choices, choose
+from lightning_parallel.planner.hardware import GIB, Cluster, Gpu, cpu_process, find_gpu, recognise
+from lightning_parallel.planner.job import RECOMPUTES, Candidate, TrainingJob
+from lightning_parallel.planner.model_shape import ModelShape
+from lightning_parallel.planner.strategy_text import unrunnable
+from lightning_parallel.strategies import _compat
+from lightning_parallel.strategies.config import ZeroConfig
+from lightning_parallel.strategies.tensor_pipeline import TensorPipelineStrategy
+
+__all__ = ["AutoStrategy", "planned_states"]
+
+_PRECISIONS = {"32-true": "fp32", "16-mixed": "fp16", "bf16-mixed": "bf16", "16-true": "fp16", "bf16-true": "bf16"}
+
+
+class AutoStrategy(TensorPipelineStrategy):
+    """Trains over the fastest layout of tensor, pipeline and data ranks, with the ZeRO stage, that the planner finds.
+
+    The plan is made and printed when processes have started and the module is known, from the same facts on every
+    rank. Sizes that are given are kept. What it chooses it runs itself, also plain and ZeRO data parallelism. Adam's
+    states are reckoned with, whatever `configure_optimizers` will return.
+
+    Args:
+        memory_gib: memory of one device in GiB; the device is asked if None, which a CPU cannot answer.
+        gpu: name of the device in the planner's catalogue; recognised if None.
+        batch_size: sequences that the loader yields to a replica; that of the loader given to `fit`, or the attribute
+            `batch_size` of module, hyperparameters or datamodule, if None.
+        shape: sizes of the model; read off the module if None, which needs its layers to be built in `__init__`.
+        seq: tokens per sequence; learned positions or the transformers configuration tell if 0.
+        recompute: what the model itself recomputes in its backward pass: "none", "selective" or "full". If None, "full"
+            for a transformers model with gradient checkpointing switched on.
+        zero_stage: to fix it.
+        **kwargs: as for `TensorPipelineStrategy`.
+
+    Raises:
+        ValueError: an option is not understood. When processes have started: the module's sizes cannot be read, a fact
+            is missing, or no layout fits; the text names what would help.
+    """
+
+    def __init__(
+        self,
+        memory_gib: float | None = None,
+        gpu: str | None = None,
+        batch_size: int | None = None,
+        shape: ModelShape | None = None,
+        seq: int = 0,
+        recompute: str | None = None,
+        zero_stage: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(zero_stage=zero_stage or 0, **kwargs)
+        if memory_gib is not None and not memory_gib > 0:
+            raise ValueError(f"memory_gib={memory_gib!r} is not the memory of a device; use GiB, such as 80")
+        if recompute is not None and recompute not in RECOMPUTES:
+            raise ValueError(f"recompute={recompute!r} is unknown; use {' or '.join(map(repr, RECOMPUTES))}")
+        self.memory_gib = memory_gib
+        self.gpu = None if gpu is None else find_gpu(gpu)
+        self.batch_size = batch_size
+        self.shape = shape
+        self.seq = seq
+        self.recompute = recompute
+        self._fixed_zero = {} if zero_stage is None else {"zero_stage": zero_stage}
+        self.choices: Choices | None = None
+
+    @property
+    def choice(self) -> Choice:
+        """What was planned.
+
+        Raises:
+            RuntimeError: processes have not started yet.
+        """
+        if self.choices is None:
+            raise RuntimeError("the plan is made once the trainer has started its processes, for example in setup()")
+        return self.choices.best
+
+    @staticmethod
+    def plan(
+        module: nn.Module,
+        cluster: Cluster,
+        batch_size: int,
+        precision: str = "32-true",
+        shape: ModelShape | None = None,
+        fixed: Mapping[str, Any] | None = None,
+    ) -> Choices:
+        """What the strategy would choose, without a trainer, a process or a weight.
+
+        Args:
+            module: the model, best built on the meta device; its sizes are read off it.
+            cluster: the devices.
+            batch_size: sequences that the loader yields to a replica.
+            precision: as for the Trainer.
+            shape: sizes of the model, instead of the module's.
+            fixed: fields of `planner.job.Candidate` that are given.
+        """
+        found = shape or shape_of_module(module)
+        return choose(_cases(found, cluster, batch_size, precision, dict(fixed or {})), _why_not)
+
+    def _choose_layout(self) -> ParallelLayout:
+        """Asks the planner, and takes over what it says."""
+        module = self._module()
+        memory = self._device_memory()
+        facts = comm.gather_objects((self._device_name(), memory), whole_world())
+        names = dict.fromkeys(name for name, _ in facts)
+        if len(names) > 1:
+            raise ValueError(
+                f"ranks have different devices ({', '.join(names)}); plan for one kind, or name it by gpu="
+            )
+        gpu = self._gpu(min(amount for _, amount in facts))
+        shape = self.shape or shape_of_module(module, seq=self.seq)
+        cluster = Cluster(gpu, self.num_processes, self.num_nodes)
+        precision = str(self.precision_plugin.precision)
+        self.choices = self.plan(module, cluster, self._batch(), precision, shape, self._fixed(module))
+        self._adopt(self.choice)
+        _print(self.choices)
+        return super()._choose_layout()
+
+    def _adopt(self, choice: Choice) -> None:
+        split = choice.plan.split
+        micro_batches = split.micro_batches(choice.job)
+        self._sizes = (split.tensor, split.pipeline)
+        self.tensor_config = replace(self.tensor_config, size=split.tensor)
+        self.pipeline_config = replace(self.pipeline_config, size=split.pipeline, micro_batches=micro_batches)
+        self.zero_config = replace(self.zero_config, stage=split.zero_stage)
+
+    def _fixed(self, module: nn.Module) -> dict[str, Any]:
+        tensor, pipeline = self._sizes
+        sizes = {"tensor": tensor, "pipeline": pipeline}
+        recompute = self.recompute or ("full" if _checkpoints(module) else "none")
+        fixed: dict[str, Any] = {
+            "sequence_parallel": self.tensor_config.sequence_parallel,
+            "recompute": recompute,
+            **self._fixed_zero,
+        }
+        fixed |= {name: size for name, size in sizes.items() if size != "auto"}
+        fixed["schedule"] = self.pipeline_config.schedule
+        if not self._module().automatic_optimization:
+            fixed |= {"pipeline": 1, "micro_batch": self._batch()}
+        elif self.pipeline_config.micro_batches != "auto":
+            fixed["micro_batch"] = max(1, self._batch() // self.pipeline_config.micro_batches)
+        return fixed
+
+    def _batch(self) -> int:
+        size = self.batch_size or _compat.training_batch_size(self._trainer())
+        if size is None:
+            raise ValueError(
+                "the planner needs to know how many sequences a batch has: pass batch_size=8 to AutoStrategy, or keep "
+                "it as `batch_size` in the module, its hyperparameters or the datamodule"
+            )
+        return size
+
+    def _device_name(self) -> str:
+        device = self.root_device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+    def _device_memory(self) -> float:
+        if self.memory_gib is not None:
+            return self.memory_gib
+        if self.root_device.type != "cuda":
+            raise ValueError(
+                f"a {self.root_device.type} does not say how much memory a process may use: pass "
+                "AutoStrategy(memory_gib=4)"
+            )
+        return float(torch.cuda.get_device_properties(self.root_device).total_memory / GIB)
+
+    def _gpu(self, memory_gib: float) -> Gpu:
+        if self.gpu is not None:
+            return replace(self.gpu, memory_gib=memory_gib)
+        if self.root_device.type == "cuda":
+            return recognise(self._device_name(), memory_gib)
+        return cpu_process(memory_gib)
+
+
+def planned_states(precision: str, zero_stage: int) -> tuple[str, str]:
+    """The planner's names of a Trainer's precision: of the products, and of what is kept beside them.
+
+    Raises:
+        ValueError: a precision that the planner does not know.
+    """
+    if precision not in _PRECISIONS:
+        raise ValueError(f"precision={precision!r} is not planned; use {' or '.join(map(repr, _PRECISIONS))}")
+    kept = "autocast"
+    if precision in ("16-true", "bf16-true"):
+        # ZeRO sums gradients and steps in 32 bit.
+        kept = "fp32-gradients" if zero_stage else "true"
+    return _PRECISIONS[precision], kept
+
+
+def _cases(
+    shape: ModelShape, cluster: Cluster, batch_size: int, precision: str, fixed: dict[str, Any]
+) -> Iterator[tuple[TrainingJob, dict[str, Any]]]:
+    """A job for each ZeRO stage: the bytes of its states depend on it."""
+    for stage in (0, 1, 2, 3):
+        if fixed.get("zero_stage", stage) == stage:
+            products, kept = planned_states(precision, stage)
+            job = TrainingJob(shape, cluster, batch_size, precision=products, states=kept)
+            yield job, {**fixed, "zero_stage": stage}
+
+
+def _why_not(split: Candidate) -> str:
+    if split.zero_stage and split.data == 1:
+        return "there is one replica only, nothing to shard over"
+    try:
+        ZeroConfig(split.zero_stage)
+    except ValueError as error:
+        return str(error)
+    return unrunnable(split)
+
+
+def _checkpoints(module: nn.Module) -> bool:
+    return any(getattr(child, "is_gradient_checkpointing", False) is True for child in module.modules())
+
+
+@rank_zero_only
+def _print(choices: Choices) -> None:
+    show_parts(plan_text(choices.data()), Console())

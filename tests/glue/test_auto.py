@@ -1,0 +1,113 @@
+"""The strategy that plans for itself: its layout follows from memory, is that of every rank, and trains alike."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_parallel import AutoStrategy
+from lightning_parallel.planner.hardware import GIB, Cluster, cpu_process, find_gpu, recognise
+from lightning_parallel.planner.model_shape import ModelShape
+from lightning_parallel.planner.search import USABLE_MEMORY
+from tests.glue.oracle import Site, assert_same
+from tests.glue.training import GPT, Tokens, weights
+from tests.harness import Ranks
+
+AMPLE = 1.0
+
+
+def trained(strategy: Any, devices: int, batch_size: int) -> Any:
+    """Where two steps of a run led; what it printed is left in its place."""
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    module = GPT(layers=4)
+    trainer = Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, max_steps=2, enable_model_summary=False, **options
+    )
+    trainer.fit(module, Site().loader(Tokens(16), batch_size))
+    return weights(module)
+
+
+def runs(rank: int, world_size: int, tight: float) -> Any:
+    """With room for a replica on every rank; with less; by name."""
+    found = []
+    for memory, batch in ((AMPLE, 4), (tight, 8)):
+        strategy = AutoStrategy(memory_gib=memory)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            after = trained(strategy, world_size, batch)
+        split = strategy.choice.plan.split
+        sizes = (strategy.layout.tensor, strategy.layout.pipeline, strategy.layout.data)
+        assert sizes == (split.tensor, split.pipeline, split.data)
+        assert strategy.zero_config.stage == split.zero_stage
+        found.append((sizes, after, printed.getvalue()))
+    with pytest.raises(ValueError, match="no layout of 2 devices with 1e-06 GiB each"):
+        trained(AutoStrategy(memory_gib=1e-6), world_size, 4)
+    with pytest.raises(ValueError, match="a cpu does not say how much memory a process may use") as error:
+        trained("auto_parallel", world_size, 4)
+    return found, str(error.value)
+
+
+def test_it_becomes_the_layout_that_memory_allows(ranks: Ranks) -> None:
+    expected = trained("auto", 1, 8)
+    both = ranks(2, runs, tight_memory(), launch="lightning")
+    for rank, (found, _) in enumerate(both):
+        for sizes, after, printed in found:
+            assert_same(after, expected, str(sizes))
+            assert ("layouts that fit, fastest first" in printed) == (rank == 0), "one rank tells"
+    layouts = [[sizes for sizes, _, _ in found] for found, _ in both]
+    assert layouts[0] == layouts[1], "ranks agree"
+    ample, tight = layouts[0]
+    assert ample == (1, 1, 2)
+    assert tight in ((2, 1, 1), (1, 2, 1))
+
+
+def tight_memory() -> float:
+    """GiB in which the module trains only when two ranks share it."""
+    cluster = Cluster(cpu_process(AMPLE), gpus_per_node=2)
+    fixed = {"sequence_parallel": False, "recompute": "none", "micro_batch": 1}
+    choices = AutoStrategy.plan(GPT(layers=4), cluster, 8, fixed=fixed)
+    whole = min(c.plan.worst.total for c in choices.ranked if c.plan.split.data == 2)
+    shared = min(c.plan.worst.total for c in choices.ranked if c.plan.split.data == 1)
+    assert shared < 0.9 * whole
+    return (shared + whole) / 2 / USABLE_MEMORY / GIB
+
+
+def test_a_plan_needs_no_trainer_and_keeps_what_is_given() -> None:
+    shape = ModelShape.llama(32, 4096, 32, 14336, kv_heads=8, vocab=128256, seq=8192)
+    cluster = Cluster(find_gpu("h100-80gb"), nodes=2)
+    fixed = {"tensor": 4, "recompute": "none"}
+    choices = AutoStrategy.plan(torch.nn.Identity(), cluster, 2, "bf16-mixed", shape, fixed)
+    assert {choice.plan.split.tensor for choice in choices.ranked} == {4}
+    assert all(choice.job.global_batch == 2 * choice.plan.split.data for choice in choices.ranked)
+    assert all(choice.plan.worst.master_weights == 0 for choice in choices.ranked), "autocast has no master weights"
+    assert choices.ranked == tuple(sorted(choices.ranked, key=lambda choice: choice.seconds_per_sequence))
+    with pytest.raises(ValueError, match="precision='64-true' is not planned"):
+        AutoStrategy.plan(torch.nn.Identity(), cluster, 2, "64-true", shape)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"memory_gib": 0}, "memory_gib=0 is not the memory of a device"),
+        ({"recompute": "some"}, "recompute='some' is unknown; use 'none' or"),
+        ({"gpu": "h100"}, "GPU 'h100' is unknown"),
+        ({"zero_stage": 7}, "stage 7 of ZeRO is not available"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        AutoStrategy(**options)
+
+
+def test_names() -> None:
+    assert isinstance(StrategyRegistry.get("auto_parallel"), AutoStrategy)
+    assert recognise("NVIDIA H100 80GB HBM3", 79.6).name == "h100-80gb"
+    assert recognise("Tesla V100-SXM2-16GB", 15.8).name == "v100-16gb"
+    assert recognise("NVIDIA L40S", 44.4).name == "l40s"
+    with pytest.raises(ValueError, match="'NVIDIA T4' is not in the catalogue"):
+        recognise("NVIDIA T4", 15)
