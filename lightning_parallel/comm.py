@@ -128,6 +128,7 @@ class _SumOfSlices:
 
     def __init__(self, work: Work | None, slices: Tensor, output: Tensor) -> None:
         self.work, self.slices, self.output = work, slices, output
+        self.is_completed = getattr(work, "is_completed", lambda: True)
 
     def wait(self) -> Any:
         if self.work is not None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_parallel.layout import Coordinate, ParallelLayout
 
-__all__ = ["Mesh", "build_mesh", "whole_world", "world_size"]
+__all__ = ["Mesh", "build_mesh", "gather_groups", "whole_world", "world_size"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Mesh:
         model_control: the same ranks on a host-side group.
         data_control: the data ranks on a host-side group.
         world_control: every rank on a host-side group.
+        stage_pairs: see `add_stage_groups`.
+        gathers: see `gather_groups`.
     """
 
     layout: ParallelLayout
@@ -52,6 +54,7 @@ class Mesh:
     data_control: dist.ProcessGroup | None = None
     world_control: dist.ProcessGroup | None = None
     stage_pairs: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    gathers: list[dist.ProcessGroup | None] = field(default_factory=list)
 
     @cached_property
     def coordinate(self) -> Coordinate:
@@ -143,6 +146,21 @@ def add_stage_groups(mesh: Mesh, owners: tuple[tuple[int, ...], ...], timeout: t
         mine = _subset(groups, mesh.rank, timeout)
         if mine is not None:
             mesh.stage_pairs[stages] = mine
+
+
+def gather_groups(
+    mesh: Mesh, timeout: timedelta | None = None
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """The data ranks in two more groups, the second one host-side, for parameters that are gathered during steps.
+
+    Ranks put these collectives into an order of their own, so that nothing else may travel in the same groups.
+    Collective over the world when it is first called.
+    """
+    if not mesh.gathers:
+        groups = mesh.layout.data_groups()
+        mesh.gathers.append(_subset(groups, mesh.rank, timeout))
+        mesh.gathers.append(_subset(groups, mesh.rank, timeout, backend="gloo"))
+    return mesh.gathers[0], mesh.gathers[1]
 
 
 def whole_world() -> dist.ProcessGroup | None:

@@ -61,6 +61,11 @@ class ModelShards:
         """The same for a copy of the parallel module."""
         return ModelShards(module, self.tags, self.keys, self.mesh, self.plan, self._join, self._cut)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank has all of the model."""
+        return self.mesh.tensor is None and self.mesh.pipeline is None
+
     # -------------------------------------------------------------- single tensors
     def holds(self, name: str) -> bool:
         """Whether this stage holds a parameter."""
@@ -239,7 +244,11 @@ class ModelShards:
                     continue
                 value = self.slice(name, value)
             chosen[key] = value
-        self.module.load_state_dict(chosen, strict=False)
+        self.put(chosen)
+
+    def put(self, state: Mapping[str, Any]) -> None:
+        """Loads local shards and everything else that `load_full_state_dict` has chosen."""
+        self.module.load_state_dict(state, strict=False)
 
     # -------------------------------------------------------------- copies that callbacks keep
     def show_whole(self) -> Callable[[], None]:

@@ -14,7 +14,7 @@ SizeOrAuto = int | Literal["auto"]
 LossWeight = Literal["samples", "valid_labels"] | Callable[[Any], Any]
 SCHEDULES = ("1f1b", "gpipe")
 NON_FINITE = ("ignore", "raise", "skip")
-ZERO_STAGES = {"NO_SHARD": 0, "SHARD_GRAD_OP": 2}
+ZERO_STAGES = {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "FULL_SHARD": 3}
 
 
 def check_size(name: str, value: object) -> None:
@@ -124,7 +124,7 @@ class ZeroConfig:
     """What is sharded over data replicas, and where that lies.
 
     Attributes:
-        stage: 0 nothing, 1 the optimizer's state, 2 also gradients.
+        stage: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 also parameters.
         offload: None leaves everything on the device. "cpu" steps in host memory, where gradients of shards, optimizer
             states and float32 copies are. "nvme" keeps the last two in files.
         nvme_path: folder for these files, on a local disk; the trainer's `default_root_dir` if None.
@@ -137,10 +137,10 @@ class ZeroConfig:
     offload_parameters: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stage, bool) or self.stage not in (0, 1, 2):
+        if isinstance(self.stage, bool) or self.stage not in (0, 1, 2, 3):
             raise ValueError(
-                f"stage {self.stage!r} of ZeRO is not available; use 0 (nothing sharded), 1 (optimizer state) or 2 "
-                "(optimizer state and gradients)"
+                f"stage {self.stage!r} of ZeRO is not available; use 0 (nothing sharded), 1 (optimizer state), 2 (also "
+                "gradients) or 3 (also parameters)"
             )
         check_flag("offload_parameters", self.offload_parameters)
         if self.offload_parameters:
@@ -154,6 +154,14 @@ class ZeroConfig:
             raise ValueError(f"nvme_path={self.nvme_path!r} goes with offload='nvme'; add that, or leave it out")
         if self.offload is not None and self.stage == 0:
             raise ValueError(f"offload={self.offload!r} moves what is sharded, but stage 0 shards nothing; use stage=2")
+
+    def refuse_layout(self, tensor: int, pipeline: int) -> None:
+        """Raises ValueError if ranks of this layout cannot share parameters in this way."""
+        if self.stage == 3 and tensor * pipeline > 1:
+            raise ValueError(
+                f"stage 3 of ZeRO needs tensor_parallel_size=1 and pipeline_parallel_size=1, got {tensor} and "
+                f"{pipeline}: their ranks hold parts of parameters already; use stage 1 or 2 with them"
+            )
 
     def host_side(self, default_path: str) -> Offload | None:
         """What lies beside the device, if anything.

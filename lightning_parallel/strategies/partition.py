@@ -26,6 +26,7 @@ from lightning_parallel.tensor_parallel.parallelize import parallelize_module, s
 from lightning_parallel.tensor_parallel.plan import resolve_plan
 from lightning_parallel.tensor_parallel.rules import TensorPlan
 from lightning_parallel.tensor_parallel.shards import all_gather_full, shard_tensor
+from lightning_parallel.zero.unit_sharder import UnitSharder
 
 __all__ = ["Partition", "agree", "make_partition", "materialize", "synchronize_start"]
 
@@ -135,6 +136,7 @@ class Partition:
         names: id of every parameter object of optimizers and of the module -> name in the plain model.
         originals: the plain module's parameters by name.
         copies: (holder, attribute, its shards, how to undo its hook) for every copy that a callback keeps.
+        units: gathers parameters that are sharded over the replicas; None if each of them has all of its part.
         restored: whether the plain module is back.
         is_whole: whether it then has all of its weights.
     """
@@ -150,6 +152,7 @@ class Partition:
     names: dict[int, str]
     originals: dict[str, nn.Parameter]
     copies: list[tuple[Any, str, ModelShards, Callable[[], None]]] = field(default_factory=list)
+    units: UnitSharder | None = None
     restored: bool = False
     is_whole: bool = False
 
@@ -203,7 +206,7 @@ class Partition:
         for holder, attribute, values in copies:
             setattr(holder, attribute, _compat.copy_module(self.module, {}))
             _set_values(getattr(holder, attribute), *values)
-        self.is_whole = keep_weights or (self.mesh.tensor is None and self.mesh.pipeline is None)
+        self.is_whole = keep_weights or self.shards.is_whole
         self.restored = True
 
 

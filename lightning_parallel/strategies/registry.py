@@ -16,7 +16,7 @@ from lightning_parallel.strategies.refusals import note_surroundings
 
 __all__ = ["STRATEGY_NAMES", "register_strategies"]
 
-STRATEGY_NAMES = ("tp_pp", "tp", "pp", "zero1", "zero2", "zero2_offload", "auto_parallel")
+STRATEGY_NAMES = ("tp_pp", "tp", "pp", "zero1", "zero2", "zero2_offload", "zero3", "auto_parallel")
 
 
 def register_strategies() -> None:
@@ -27,6 +27,7 @@ def register_strategies() -> None:
         "pp": ("TensorPipelineStrategy", "pipeline x data parallel", {"tensor_parallel_size": 1}),
         "zero1": ("ZeroStrategy", "data parallel, optimizer state sharded", {"stage": 1}),
         "zero2": ("ZeroStrategy", "data parallel, optimizer state and gradients sharded", {"stage": 2}),
+        "zero3": ("ZeroStrategy", "data parallel, parameters sharded too", {"stage": 3}),
         "zero2_offload": ("ZeroStrategy", "the same, in host memory", {"stage": 2, "offload": "cpu"}),
         "auto_parallel": ("AutoStrategy", "what the planner finds fastest", {}),
     }

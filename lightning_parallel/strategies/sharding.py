@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
@@ -16,6 +17,7 @@ from lightning_parallel.mesh import Mesh
 from lightning_parallel.strategies import _compat
 from lightning_parallel.strategies.config import ZeroConfig
 from lightning_parallel.strategies.partition import Partition
+from lightning_parallel.strategies.residence import shard_units
 from lightning_parallel.strategies.span import ModelSpan
 from lightning_parallel.zero.buckets import ShardBucket
 from lightning_parallel.zero.optimizer import ShardedOptimizer
@@ -51,7 +53,7 @@ def _names_grad(hook: Callable[..., Any]) -> bool:
 
 
 class ReplicaSharding:
-    """ZeRO stage 1 or 2 over the data replicas of one split module.
+    """ZeRO over the data replicas of one split module.
 
     Args:
         partition: the split module.
@@ -61,6 +63,7 @@ class ReplicaSharding:
         bucket_bytes: size of the buckets in which gradients are reduced.
         is_direct: whether Lightning itself starts the backward pass; otherwise a step's gradients exist before it
             zeroes the old ones.
+        blocks: of stage 3: modules that are gathered one by one; "auto", or names.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class ReplicaSharding:
         zero: ZeroConfig,
         bucket_bytes: int,
         is_direct: bool,
+        blocks: str | Sequence[str] = "auto",
     ) -> None:
         self.mesh = partition.mesh
         module = partition.module
@@ -79,18 +83,25 @@ class ReplicaSharding:
         # Under manual optimization hooks complete the gradient of each backward pass as it arrives.
         completes = module.automatic_optimization and not completer.is_empty
         shared = [p for parameters in completer.shared.values() for p in parameters]
+        options = ShardOptions(
+            stage=zero.stage,
+            bucket_bytes=bucket_bytes,
+            average=not module.automatic_optimization,
+            shows_gradients=looks_at_gradients(trainer),
+            zero_clears_all=is_direct,
+            offload=zero.host_side(trainer.default_root_dir),
+        )
+        self.sharder: ZeroSharder
+        if zero.stage == 3:
+            self.sharder = shard_units(
+                partition, optimizers, options, blocks, trains=trainer.state.fn == TrainerFn.FITTING
+            )
+            return
         self.sharder = ZeroSharder(
             local.values(),
             optimizers,
             self.mesh.data,
-            ShardOptions(
-                stage=zero.stage,
-                bucket_bytes=bucket_bytes,
-                average=not module.automatic_optimization,
-                shows_gradients=looks_at_gradients(trainer),
-                zero_clears_all=is_direct,
-                offload=zero.host_side(trainer.default_root_dir),
-            ),
+            options,
             incomplete=[*completer.partial, *(p for p, _ in completer.replicated), *shared] if completes else (),
             complete=completer.complete if completes else None,
         )

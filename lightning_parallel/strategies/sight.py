@@ -13,6 +13,7 @@ from lightning_parallel.strategies.hooks import show_in_hooks
 from lightning_parallel.strategies.partition import Partition
 from lightning_parallel.strategies.whole_view import WholeView
 from lightning_parallel.tensor_parallel.guard import SplitParameterGuard
+from lightning_parallel.zero.unit_sharder import UnitSharder
 
 __all__ = ["Sight"]
 
@@ -24,10 +25,12 @@ class Sight:
         self._view: WholeView | None = None  # if ranks hold parts of the model
         self._guard: SplitParameterGuard | None = None  # if tensor ranks share parameters
         self._undo: Callable[[], None] | None = None
+        self._units: UnitSharder | None = None  # if replicas share parameters
 
     def open(self, trainer: Trainer, partition: Partition, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """The module was split: from now on hooks see it whole, and steps are watched."""
         mesh = partition.mesh
+        self._units = partition.units
         if mesh.model is None:
             return
         completer = GradientCompleter(partition.local_parameters, partition.tags, mesh)
@@ -42,7 +45,9 @@ class Sight:
         """Hooks are the user's again."""
         if self._undo is not None:
             self._undo()
-        self._view, self._guard, self._undo = None, None, None
+        if self._units is not None:
+            self._units.close()
+        self._view, self._guard, self._undo, self._units = None, None, None, None
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -53,7 +58,9 @@ class Sight:
             yield
 
     def watched(self, what: str) -> AbstractContextManager[None]:
-        """Around the user's own step, named by `what`: it must not mistake a part of a parameter for the whole."""
+        """Around the user's own step, named by `what`: it has parameters whole, or must not mistake parts for that."""
+        if self._units is not None:
+            return self._units.step(what)
         return nullcontext() if self._guard is None else self._guard.watching(what)
 
     def meet(self) -> None:

@@ -28,6 +28,7 @@ from lightning_parallel.strategies.precision import loss_scale
 from lightning_parallel.strategies.step_state import StepState
 from lightning_parallel.strategies.weights import ReplicaCombiner, global_loss, loss_weights
 from lightning_parallel.zero.sharder import ZeroSharder
+from lightning_parallel.zero.unit_sharder import UnitSharder
 
 __all__ = ["StepOptions", "StepRunner"]
 
@@ -110,8 +111,8 @@ class StepRunner:
 
     @property
     def reduces_now(self) -> bool:
-        """Whether an optimizer step follows this batch, so that gradients must be complete after it."""
-        return not self.accumulating
+        """Whether gradients are complete after this batch: an optimizer step follows, or sums are kept in shards."""
+        return not self.accumulating or isinstance(self.reducer, UnitSharder)
 
     @property
     def _synced(self) -> bool:

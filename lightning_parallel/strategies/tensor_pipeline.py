@@ -62,7 +62,8 @@ class TensorPipelineStrategy(PartitionedStrategy):
         pipeline_parallel_size: number of pipeline stages.
         micro_batches: parts that each rank's batch is split into; "auto" is 4 per stage.
         schedule: "1f1b" or "gpipe".
-        zero_stage: sharding over the replicas: 0 nothing, 1 the optimizer's state, 2 also gradients; or a `ZeroConfig`.
+        zero_stage: sharding over the replicas: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 (without tensor
+            and pipeline parallelism) also parameters; or a `ZeroConfig`.
         sequence_parallel: also split activations between the split layers along the sequence (Korthikanti et al. 2022).
         plan: "auto", or pattern of module names -> style.
         blocks: "auto", or names (or one pattern) of the repeated blocks that may be spread over stages.
@@ -131,6 +132,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
             self.accelerator.setup(trainer)
         self._failed, self._partition, self._runner = False, None, None
         module = self._module()
+        self.zero_config.refuse_layout(self.layout.tensor, self.layout.pipeline)
         micro_batches = self.pipeline_config.micro_batches_for(self.layout.pipeline)
         refuse_module(module, self.layout, micro_batches, self.pipeline_config.evaluation_micro_batches)
         self.precision_plugin.convert_module(module)
@@ -193,6 +195,8 @@ class TensorPipelineStrategy(PartitionedStrategy):
             for optimizer in self.optimizers:
                 partition.adopt_optimizer(optimizer)
             self._sharding = self._shard_replicas(trainer, partition)
+        elif self.zero_config.stage == 3:
+            self._shard_replicas(trainer, partition)
         self._span = self._make_span(partition)
         self.precision_plugin = derive_precision(self.precision_plugin, self._span)
         self._runner = self._make_runner(trainer, module, partition)
@@ -210,11 +214,12 @@ class TensorPipelineStrategy(PartitionedStrategy):
         one_batch = self.pipeline_config.micro_batches_for(self.layout.pipeline) == 1
         return ReplicaSharding(
             partition,
-            self.optimizers,
+            self.optimizers if partition is self._trained else [],
             trainer,
             zero,
             self.bucket_bytes,
             is_direct=self.layout.pipeline == 1 and one_batch,
+            blocks=self.pipeline_config.blocks,
         )
 
     def _make_span(self, partition: Partition) -> ModelSpan:

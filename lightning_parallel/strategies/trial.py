@@ -46,6 +46,11 @@ class StepTrial:
         self._runner = runner
         self._sight = sight
         self._arrivals: tuple[Arrival, Arrival] | None = None
+        if partition.units is not None:
+            raise ValueError(
+                "a rank cannot try a step alone while replicas share parameters (stage 3 of ZeRO); set the batch size "
+                "yourself, or use stage 1 or 2"
+            )
         sizes = comm.gather_objects(batch_size(batch), self.mesh.world_control)
         if None in sizes:
             raise ValueError(

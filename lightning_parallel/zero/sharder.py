@@ -38,7 +38,7 @@ class ShardOptions:
     """How gradients are handled.
 
     Attributes:
-        stage: 1 keeps memory for full gradients between steps, 2 frees it bucket by bucket.
+        stage: 1 keeps memory for full gradients between steps, 2 and 3 free it bucket by bucket.
         bucket_bytes: a bucket is closed once its gradients take this many bytes.
         average: divide sums by the number of ranks, for losses that were not weighted before the backward pass.
         shows_gradients: gather full gradients into the parameters after the reduction, because somebody looks at them
@@ -56,8 +56,8 @@ class ShardOptions:
     offload: Offload | None = None
 
     def __post_init__(self) -> None:
-        if self.stage not in (1, 2):
-            raise ValueError(f"stage={self.stage!r} does not leave parameters whole; use 1 or 2")
+        if self.stage not in (1, 2, 3):
+            raise ValueError(f"stage={self.stage!r} does not exist; use 1, 2 or 3")
 
 
 class ZeroSharder:

@@ -49,14 +49,14 @@ from tests.harness.process import ROOT
         ({"bucket_bytes": 2.5e7}, "bucket_bytes=25000000.0 is not a count; use an integer of at least 1"),
         ({"schedule": "zb"}, "schedule='zb' is unknown; use one of 1f1b, gpipe"),
         (
-            {"zero_stage": 3},
-            "stage 3 of ZeRO is not available; use 0 (nothing sharded), 1 (optimizer state) or 2 (optimizer state and "
-            "gradients)",
+            {"zero_stage": 4},
+            "stage 4 of ZeRO is not available; use 0 (nothing sharded), 1 (optimizer state), 2 (also gradients) or 3 "
+            "(also parameters)",
         ),
         (
             {"zero_stage": True},
-            "stage True of ZeRO is not available; use 0 (nothing sharded), 1 (optimizer state) or 2 (optimizer state "
-            "and gradients)",
+            "stage True of ZeRO is not available; use 0 (nothing sharded), 1 (optimizer state), 2 (also gradients) or "
+            "3 (also parameters)",
         ),
         ({"sequence_parallel": "yes"}, "sequence_parallel='yes' is not a choice; use True or False"),
         ({"sync_logs": 1}, "sync_logs=1 is not a choice; use True or False"),

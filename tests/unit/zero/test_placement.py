@@ -46,8 +46,8 @@ def test_refused(kind: Any, text: str) -> None:
 
 
 def test_stages() -> None:
-    with pytest.raises(ValueError, match="stage=3 does not leave parameters whole; use 1 or 2"):
-        ShardOptions(stage=3)
+    with pytest.raises(ValueError, match="stage=4 does not exist; use 1, 2 or 3"):
+        ShardOptions(stage=4)
 
 
 def test_one_process_gets_its_parameters_and_optimizer_back() -> None:
