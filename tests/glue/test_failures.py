@@ -293,7 +293,8 @@ def started(arguments: list[str], folder: Path) -> Iterator[tuple[subprocess.Pop
         try:
             yield process, output
         finally:
-            end(process)
+            end(process.pid)
+            process.wait()
 
 
 def wait_for_file(path: Path, process: subprocess.Popen[bytes], output: Any) -> str:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import random
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
+from tests.harness import worker as worker_process
 from tests.harness.process import end, worker_environment
 from tests.harness.protocol import Call, Finish, Idle, Launch, Raised, Returned, address_of, receive, send
 
@@ -29,6 +27,9 @@ GRACE = 3.0
 """Seconds that the other ranks get to report after the first one has failed."""
 RECOVERY = 6.0
 """Seconds that a worker gets to leave its group after a call that failed."""
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["tests.harness.preload"])
 
 
 class RanksFailed(AssertionError):
@@ -68,18 +69,17 @@ class Worker:
         self.output = folder / "output.txt"
         self.is_idle = False  # whether it has said so, and got no call since
         self.connection, theirs = Pipe()
-        with theirs, self.output.open("ab") as output:  # appended, because each call truncates the file
-            # A session of its own makes the worker and whatever it starts one process group, killed as one.
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.harness.worker", str(theirs.fileno()), str(self.stacks)],
-                env=worker_environment(),
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        # Forked from a process that has imported everything, which takes longer than most tests.
+        with theirs, _environment(worker_environment()):
+            self.process = _FORKS.Process(target=worker_process.main, args=(theirs, self.stacks, self.output, folder))
+            self.process.start()
+        self.output.touch()
+
+    @property
+    def pid(self) -> int:
+        """Process id; also that of the group of all that the worker starts."""
+        assert self.process.pid is not None, "the process was started"
+        return self.process.pid
 
     def printed(self) -> str:
         """The end of what the worker wrote to stdout and stderr during the current call."""
@@ -88,7 +88,7 @@ class Worker:
     def dump_stacks(self) -> str:
         """Python stacks of every thread of the process, as far as it is alive."""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGUSR2)
+            os.kill(self.pid, signal.SIGUSR2)
         deadline = time.monotonic() + 8
         text, previous = "", None
         while time.monotonic() < deadline and (not text or text != previous):
@@ -107,7 +107,8 @@ class Worker:
 
     def kill(self) -> None:
         """End the process and all it started."""
-        end(self.process)
+        end(self.pid)
+        self.process.join()
         self.connection.close()
 
 
@@ -138,12 +139,13 @@ class WorkerPool:
         module, qualname = address_of(function)
         workers = self._take(world_size)
         try:
-            with self._rendezvous(world_size, launch) as port:
-                folder = self._call_folder()
-                for rank, worker in enumerate(workers):
-                    os.truncate(worker.output, 0)
-                    send(worker.connection, Call(module, qualname, args, rank, world_size, port, launch, folder))
-                values = _collect(workers, timeout)
+            # Under "lightning" rank 0 opens a store at the port, as it does under a real launcher.
+            port = free_port() if launch == "lightning" else None
+            folder = self._call_folder()
+            for rank, worker in enumerate(workers):
+                os.truncate(worker.output, 0)
+                send(worker.connection, Call(module, qualname, args, rank, world_size, port, launch, folder))
+            values = _collect(workers, timeout)
             for worker in workers:
                 send(worker.connection, Finish())
         except RanksFailed as failure:
@@ -162,7 +164,7 @@ class WorkerPool:
 
     def pids(self) -> list[int]:
         """Process ids of the live workers, in rank order."""
-        return [worker.process.pid for worker in self._workers]
+        return [worker.pid for worker in self._workers]
 
     def _take(self, count: int) -> list[Worker]:
         while len(self._workers) < count:
@@ -189,15 +191,18 @@ class WorkerPool:
         folder.mkdir()
         return str(folder)
 
-    @contextlib.contextmanager
-    def _rendezvous(self, world_size: int, launch: Launch) -> Iterator[int]:
-        """The port at which the ranks meet."""
-        if launch == "lightning":
-            yield free_port()  # rank 0 opens the store there, as it does under a real launcher
-            return
-        # Hosting the store here, on a port the system chose, leaves no moment at which another process can take it.
-        store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
-        yield store.port
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Inside, a process is started with these variables alone."""
+    kept = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
 
 
 def _await_idle(worker: Worker) -> None:
@@ -242,8 +247,10 @@ def _result(connection: Connection, worker: Worker) -> Returned | Raised:
     try:
         message: Returned | Raised = receive(connection)
     except (EOFError, ConnectionResetError):
-        code = worker.process.wait()
-        return Raised(f"the process ended with exit code {code}\n{worker.stacks.read_text(errors='replace')}")
+        worker.process.join()
+        return Raised(
+            f"the process ended with exit code {worker.process.exitcode}\n{worker.stacks.read_text(errors='replace')}"
+        )
     return message
 
 

@@ -30,6 +30,7 @@ def worker_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "RES_OPTIONS": "timeout:1 attempts:1",  # torch's store asks for its peers' names, which some network may drop
         "CUDA_VISIBLE_DEVICES": "",
         "TOKENIZERS_PARALLELISM": "false",
         **(extra or {}),
@@ -58,7 +59,8 @@ def run_python(
         except subprocess.TimeoutExpired:
             returncode = None
         finally:
-            end(process)
+            end(process.pid)
+            process.wait()
         output.seek(0)
         text = output.read().decode(errors="replace")
     if returncode is None:
@@ -66,14 +68,13 @@ def run_python(
     return Finished(returncode, text)
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill `process`, its descendants and what is left of its process group, which it must lead."""
-    for pid in descendants(process.pid):
+def end(pid: int) -> None:
+    """Kill a process, its descendants and what is left of its process group, which it must lead."""
+    for child in descendants(pid):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(child, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        os.killpg(pid, signal.SIGKILL)
 
 
 def descendants(pid: int) -> list[int]:

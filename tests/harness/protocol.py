@@ -23,7 +23,7 @@ class Call:
     args: tuple[Any, ...]
     rank: int
     world_size: int
-    port: int
+    port: int | None
     launch: Launch
     folder: str
 

@@ -1,7 +1,4 @@
-"""The worker process: imports torch and lightning once, then runs one call after another.
-
-Started as ``python -m tests.harness.worker <descriptor of the connection> <file for stacks>``.
-"""
+"""The worker process: runs one call after another."""
 
 from __future__ import annotations
 
@@ -20,6 +17,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from functools import reduce
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,9 +30,19 @@ _PR_SET_PDEATHSIG = 1
 _STACKS_SIGNAL = signal.SIGUSR2
 
 
-def main() -> None:
-    connection = Connection(int(sys.argv[1]))
-    stacks = open(sys.argv[2], "w")  # noqa: SIM115 - stays open for faulthandler until the process ends
+def main(connection: Connection, stacks_file: Path, output: Path, folder: Path) -> None:
+    """What a worker does until its connection ends.
+
+    Args:
+        connection: to the test process.
+        stacks_file: where stacks go on SIGUSR2 and when the process crashes.
+        output: where stdout and stderr go.
+        folder: working directory between calls.
+    """
+    os.setsid()  # the worker and whatever it starts are one process group, killed as one
+    os.chdir(folder)
+    _redirect_output(output)
+    stacks = stacks_file.open("w")  # stays open for faulthandler until the process ends
     faulthandler.register(_STACKS_SIGNAL, file=stacks, all_threads=True)
     faulthandler.enable(file=stacks, all_threads=True)
     _keep_stack_signals()
@@ -47,6 +55,14 @@ def main() -> None:
             _serve(connection, receive(connection))
     sys.stdout.flush()
     os._exit(0)
+
+
+def _redirect_output(output: Path) -> None:
+    # Appended to, because each call truncates the file.
+    target = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(target, descriptor)
+    os.close(target)
 
 
 def _serve(connection: Connection, call: Call) -> None:
@@ -68,7 +84,8 @@ def _serve(connection: Connection, call: Call) -> None:
 
 def _join_group(call: Call) -> None:
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT)
-    store = dist.TCPStore("127.0.0.1", call.port, call.world_size, is_master=False, timeout=timeout)
+    store = dist.FileStore(f"{call.folder}.store", call.world_size)
+    store.set_timeout(timeout)
     dist.init_process_group("gloo", store=store, rank=call.rank, world_size=call.world_size, timeout=timeout)
 
 
@@ -134,7 +151,3 @@ def _die_with_parent() -> None:
     """Ask Linux to kill this process when the test process is killed; elsewhere the closed connection ends it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    main()
