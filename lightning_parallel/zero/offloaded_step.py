@@ -19,10 +19,11 @@ _FUSED_ON_CPU = (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad)
 
 
 class OffloadedStep:
-    """Turns one call of `step` into one per bucket, of which the call itself is the last.
+    """Turns one call of `step` into one per bucket, of which the call itself is the first.
 
-    To be entered with `begin` before the body of `step` and left with `finish` after it, while the optimizer's groups
-    hold all shards. Optimizers that may look at more than single elements get all buckets at once.
+    To be entered with `begin` before the body of `step`, whatever else comes before it, and left with `finish` right
+    after it: between the two, the optimizer's groups hold shards, with the same options for all of them. Optimizers
+    that may look at more than single elements get all buckets at once.
 
     Where a class of torch's has a fused kernel for CPUs and its user has chosen none, that is used: its results differ
     from those of the others in the last bit, and it takes an eighth of the time.
@@ -43,14 +44,14 @@ class OffloadedStep:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Steps on every bucket but the last, with which it leaves the optimizer."""
+        """Leaves the optimizer with the first bucket."""
         for group in self._fused:
             group["fused"] = True
         next(self._walk, None)
 
     @torch.no_grad()
     def finish(self) -> list[comm.Work]:
-        """To be called when the last bucket was stepped; returns what to wait for before parameters are used."""
+        """Steps on the others; returns what to wait for before parameters are used."""
         next(self._walk, None)
         for group in self._fused:
             group["fused"] = None
@@ -67,10 +68,10 @@ class OffloadedStep:
                     self._arrive(bucket)
                 for (group, _), members in zip(self._groups, narrowed[travel.bucket], strict=True):
                     group["params"] = members
-                if travel.bucket < len(self._turns) - 1:
-                    plain_step(self._optimizer)
-                else:
+                if travel.bucket == 0:
                     yield
+                else:
+                    plain_step(self._optimizer)
                 continue
             for bucket in buckets:
                 self._move(bucket, travel.turn)

@@ -38,6 +38,9 @@ class ShardedOptimizer:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        # The step is not over before it: a user's own hook may already change options for the next one.
+        after_steps: Any = optimizer._optimizer_step_post_hooks
+        after_steps.move_to_end(self._handles[1].id, last=False)
         self._zero_grad = optimizer.zero_grad
         optimizer.zero_grad = self._zero  # type: ignore[method-assign]
 

@@ -1,0 +1,158 @@
+"""Offloaded shards under a Trainer: what a plain run shows, and what is left on the disk."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_parallel import ZeroConfig, ZeroStrategy
+from tests.glue.checkpointing import TiedGPT, assert_same_file, on_layout, train
+from tests.glue.oracle import Classifier, Layout, Samples, Scenario, Site, assert_same, check
+from tests.glue.test_callbacks import finetuned
+from tests.glue.test_training_optimizers import WithAdamW, WithGroups, adversaries
+from tests.glue.test_training_parameters import frozen, sometimes
+from tests.glue.test_training_precision import overflows
+from tests.glue.test_zero import hooks
+from tests.glue.training import fit
+from tests.harness import Ranks
+
+
+def steps(site: Site) -> Any:
+    """Groups on a schedule, windows with an uneven end, clipping, parameters that thaw or are not used."""
+    return [
+        fit(site, WithGroups(), accumulate_grad_batches=2),
+        fit(site, WithAdamW(), gradient_clip_val=0.2),
+        finetuned(site),
+        frozen(site),
+        sometimes(site),
+    ]
+
+
+def decisions(site: Site) -> Any:
+    """Two optimizers by hand, overflows under a loss scaler, gradients that hooks look at and change."""
+    return [adversaries(site), overflows(site), hooks(site)]
+
+
+def split(site: Site) -> Any:
+    return [fit(site, WithGroups(), accumulate_grad_batches=2), fit(site, WithAdamW(), gradient_clip_val=0.2)]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "layout", "stage", "kind"),
+    [
+        (steps, (1, 1, 2), 2, "cpu"),
+        (steps, (1, 1, 2), 1, "nvme"),
+        (decisions, (1, 1, 2), 2, "cpu"),
+        (decisions, (1, 1, 2), 2, "nvme"),
+        (hooks, (1, 1, 1), 2, "nvme"),
+        (split, (1, 2, 2), 1, "nvme"),
+    ],
+)
+def test_training(ranks: Ranks, scenario: Scenario, layout: Layout, stage: int, kind: str, tmp_path: Path) -> None:
+    zero = ZeroConfig(stage, kind, str(tmp_path) if kind == "nvme" else None)
+    check(ranks, scenario, layout, plan="auto", zero_stage=zero)
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+def resumed(site: Site, folder: Path, sources: list[Path]) -> Any:
+    """The whole run, which leaves its files, and the rest of a run from every source."""
+    found = [train(site, folder, TiedGPT())]
+    for number, source in enumerate(sources):
+        own = folder / str(number)
+        own.mkdir(exist_ok=True)
+        found.append(train(site, own, TiedGPT(), source, saves=False))
+    return found
+
+
+def test_f31_files_hold_what_is_in_memory_and_on_disk_and_runs_continue(ranks: Ranks, tmp_path: Path) -> None:
+    """Saved in the middle, inside an accumulation window, and when the run is over."""
+    plain, own, disk = tmp_path / "plain", tmp_path / "own", tmp_path / "disk"
+    plain.mkdir()
+    own.mkdir()
+    kinds = ("window", "middle")
+    expected = on_layout(ranks, None, resumed, plain, [plain / f"{kind}.ckpt" for kind in kinds])[0]
+    sources = [origin / f"{kind}.ckpt" for origin, kind in zip((plain, own), kinds, strict=True)]
+    zero = ZeroConfig(2, "nvme", str(disk))
+    for found in on_layout(ranks, (1, 1, 2), resumed, own, sources, zero_stage=zero):
+        assert_same(found, expected, "nvme")
+    for file in own.glob("*.ckpt"):
+        assert_same_file(file, plain / file.name)
+    other = tmp_path / "other"
+    other.mkdir()
+    (back,) = on_layout(ranks, (1, 1, 1), rest, other, own / "middle.ckpt", zero_stage=ZeroConfig(1, "cpu"))
+    assert_same(back, expected[2], "one replica goes on in host memory")
+    assert_same_file(other / "final.ckpt", plain / "final.ckpt")
+
+
+def rest(site: Site, folder: Path, source: Path) -> Any:
+    return train(site, folder, TiedGPT(), source, saves=False)
+
+
+# ------------------------------------------------------------------------------------------------ folders
+class Looks(Classifier):
+    """Notes the folders in the first step, and fails in the second if it is told to."""
+
+    def __init__(self, folder: str, fails: bool) -> None:
+        super().__init__()
+        self.folder, self.fails = folder, fails
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.trainer.strategy.barrier()
+            self.seen = sorted(path.name.rsplit("-rank-")[1] for path in Path(self.folder).iterdir())
+        elif self.fails:
+            raise ArithmeticError("the second step went wrong")
+
+
+def run(folder: str, fails: bool = False) -> list[str]:
+    module = Looks(folder, fails)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    strategy = ZeroStrategy(offload="nvme", nvme_path=folder)
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=2, **quiet)
+    try:
+        trainer.fit(module, Site((1, 1, 2)).loader(Samples(16), 4))
+    except ArithmeticError:
+        assert fails
+        assert not list(Path(folder).glob(f"*-rank-{trainer.global_rank}")), "nobody will ask for the state any more"
+    return module.seen
+
+
+def folders(rank: int, world_size: int, folder: str, file: str) -> Any:
+    seen = []
+    for fails in (False, True):
+        seen.append(run(folder, fails))
+        gc.collect()  # the trainer goes, whose checkpoints could have been asked for until now
+        torch.distributed.barrier()
+    left = os.listdir(folder)
+    with pytest.raises(ValueError, match="cannot take the optimizer's state") as no_folder:
+        run(f"{file}/below")
+    if rank == 1:  # a disk whose space somebody else has taken
+        os.posix_fallocate = full
+    with pytest.raises(ValueError, match="cannot take the optimizer's state") as no_space:
+        run(folder)
+    gc.collect()
+    torch.distributed.barrier()
+    return seen, left, str(no_folder.value), str(no_space.value), os.listdir(folder)
+
+
+def full(*args: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_f31_folders_per_rank_are_gone_after_the_run_and_errors_come_first(ranks: Ranks, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for seen, left, no_folder, no_space, after in ranks(2, folders, str(folder), str(file), launch="lightning"):
+        assert seen == [["0", "1"], ["0", "1"]]
+        assert (left, after) == ([], [])
+        assert f"nvme_path='{file}/below' cannot take the optimizer's state: replica 0 says: " in no_folder
+        assert "replica 1 says: [Errno 28] No space left on device; free space there, give a folder on" in no_space
