@@ -1,4 +1,4 @@
-"""Glue: callbacks that size, meter and record training runs under every strategy."""
+"""Glue: callbacks that size, meter, compare and record training runs under every strategy."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from lightning_parallel.callbacks.compute_budget import ComputeBudget
 from lightning_parallel.callbacks.counting import count_tokens
 from lightning_parallel.callbacks.law_recorder import ScalingLawRecorder
 from lightning_parallel.callbacks.micro_batch import MicroBatchSizer
+from lightning_parallel.callbacks.reports import MemoryReport, PlanReport
 from lightning_parallel.callbacks.scaling_monitor import ScalingMonitor
 from lightning_parallel.callbacks.sizer import ChinchillaSizer
 from lightning_parallel.callbacks.throughput import ThroughputMonitor
@@ -13,7 +14,9 @@ from lightning_parallel.callbacks.throughput import ThroughputMonitor
 __all__ = [
     "ChinchillaSizer",
     "ComputeBudget",
+    "MemoryReport",
     "MicroBatchSizer",
+    "PlanReport",
     "ScalingLawRecorder",
     "ScalingMonitor",
     "ThroughputMonitor",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from lightning_parallel.strategies.base import PartitionedStrategy
 __all__ = [
     "BatchCounter",
     "CountingCallback",
+    "TokenCallback",
+    "count_candidate",
     "count_parameters",
     "count_tokens",
     "log_interval",
@@ -74,18 +77,14 @@ def sum_over_replicas(trainer: Trainer, *values: float) -> list[float]:
     return (total / (trainer.world_size // num_replicas(trainer))).tolist()
 
 
-def whole_size(trainer: Trainer, module: LightningModule) -> int:
-    """Parameters of the whole model while it trains, whatever part of it this rank holds.
+def makes_flat_shards(trainer: Trainer) -> bool:
+    """Whether the strategy replaces parameters by shards without their sizes, also in a class derived from it."""
+    return any(cls.__name__ in FLAT_SHARDS for cls in type(trainer.strategy).__mro__)
 
-    Raises:
-        ValueError: the strategy has replaced the parameters by flat shards, which do not tell.
-    """
+
+def whole_size(trainer: Trainer, module: LightningModule) -> int:
+    """Parameters of the whole model while it trains, whatever part of it this rank holds."""
     strategy = trainer.strategy
-    if type(strategy).__name__ in FLAT_SHARDS:
-        raise ValueError(
-            f"{type(strategy).__name__} keeps parameters as shards that cannot be counted while it trains; pass "
-            "params= or flops_per_token=, for example params=sum(p.numel() for p in module.parameters()) before fit()"
-        )
     split = strategy.num_parameters if isinstance(strategy, PartitionedStrategy) else 0
     return split or count_parameters(module)
 
@@ -105,6 +104,15 @@ def count_parameters(module: LightningModule) -> int:
     return total
 
 
+def count_candidate(module: LightningModule, sizes: Mapping[str, Any]) -> int:
+    """Parameters that the module would have with other hyperparameters, built without memory."""
+    candidate = copy.deepcopy(module)
+    candidate.hparams.update(sizes)
+    with torch.device("meta"):
+        candidate.configure_model()
+    return count_parameters(candidate)
+
+
 class BatchCounter:
     """Counts batches of this replica between calls of `take`, and knows the model's size.
 
@@ -122,11 +130,34 @@ class BatchCounter:
         self.tokens_fn = tokens_fn or count_tokens
         self._counted = [0, 0]
         self._running = [0, 0]
+        self._unbuilt: LightningModule | None = None
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
         """Counts parameters if the user did not say how many there are."""
-        if self.params is None:
+        if self.params is None and self._unbuilt is not None:
+            self.params = self._count_unbuilt(module)
+        elif self.params is None:
             self.params = whole_size(trainer, module)
+
+    def look_ahead(self, module: LightningModule) -> None:
+        """Counts a module that is still whole; of one that is not built yet it keeps a copy to build."""
+        if self.params is not None:
+            return
+        if next(module.parameters(), None) is None:
+            self._unbuilt = copy.deepcopy(module)
+        else:
+            self.params = count_parameters(module)
+
+    def _count_unbuilt(self, module: LightningModule) -> int:
+        """By now the hyperparameters of the module are final, whoever chose them."""
+        assert self._unbuilt is not None, "asked for a copy that was kept"
+        try:
+            return count_candidate(self._unbuilt, module.hparams)
+        except Exception as error:  # the user's code, on a device that it may not expect
+            raise ValueError(
+                f"the strategy keeps the parameters of {type(module).__name__} as shards that cannot be counted, and "
+                f"building it on the meta device to count them fails ({error}); pass params= or flops_per_token="
+            ) from error
 
     @property
     def size(self) -> float:
@@ -160,6 +191,26 @@ class CountingCallback(Callback):
 
     _counter: BatchCounter
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Counts parameters ahead where the strategy is going to make flat shards of them."""
+        if stage == "fit" and makes_flat_shards(trainer):
+            self._counter.look_ahead(pl_module)
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Looks at this replica's batch."""
         self._counter.begin(batch)
+
+
+class TokenCallback(CountingCallback):
+    """A callback that knows how many tokens all replicas have seen, also across a resume."""
+
+    tokens: float
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Tokens of all replicas go into the checkpoint."""
+        self.tokens += self._counter.take(trainer)[0]
+        checkpoint["callbacks"][self.state_key] = {"tokens": self.tokens}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from the tokens of the checkpoint."""
+        self.tokens = state_dict["tokens"]

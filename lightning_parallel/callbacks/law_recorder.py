@@ -10,14 +10,14 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_parallel.callbacks.counting import BatchCounter, CountingCallback
+from lightning_parallel.callbacks.counting import BatchCounter, TokenCallback
 from lightning_parallel.scaling.laws import FLOPS_PER_PARAM_AND_TOKEN
 from lightning_parallel.scaling.runs import Run, append_run
 
 __all__ = ["ScalingLawRecorder"]
 
 
-class ScalingLawRecorder(CountingCallback):
+class ScalingLawRecorder(TokenCallback):
     """Appends parameters, tokens, FLOPs and final loss of a run to a CSV file for ``lightning-parallel scaling fit``.
 
     Written once, by rank 0, when training ends by itself; a run that failed leaves no row.
@@ -73,12 +73,3 @@ class ScalingLawRecorder(CountingCallback):
         if trainer.is_global_zero:
             append_run(self.path, self.run)
             rank_zero_info(f"ScalingLawRecorder: {self.run} was added to {self.path}")
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Tokens of all replicas go into the checkpoint."""
-        self.tokens += self._counter.take(trainer)[0]
-        checkpoint["callbacks"][self.state_key] = {"tokens": self.tokens}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from the tokens of the checkpoint."""
-        self.tokens = state_dict["tokens"]

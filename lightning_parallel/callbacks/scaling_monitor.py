@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_parallel.callbacks.counting import BatchCounter, CountingCallback, log_interval
+from lightning_parallel.callbacks.counting import BatchCounter, TokenCallback, log_interval
 from lightning_parallel.scaling.laws import DEFAULT_LAW, Law, get_law
 from lightning_parallel.scaling.meter import RateWindow
 from lightning_parallel.scaling.outlook import Outlook, outlook
@@ -19,7 +19,7 @@ from lightning_parallel.scaling.outlook import Outlook, outlook
 __all__ = ["ScalingMonitor"]
 
 
-class ScalingMonitor(CountingCallback):
+class ScalingMonitor(TokenCallback):
     """Logs ``scaling/...``: tokens, tokens per parameter, FLOPs, expected loss now and at the end, and the time left.
 
     At the end it says in one sentence whether the run was undertrained, near-optimal or overtrained, and how the
@@ -71,15 +71,6 @@ class ScalingMonitor(CountingCallback):
         self._look(trainer)
         if self.outlook is not None:
             rank_zero_info(f"ScalingMonitor: {self.outlook.now}{self._comparison(trainer, self.outlook.now.loss)}")
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Tokens of all replicas go into the checkpoint."""
-        self.tokens += self._counter.take(trainer)[0]
-        checkpoint["callbacks"][self.state_key] = {"tokens": self.tokens}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from the tokens of the checkpoint."""
-        self.tokens = state_dict["tokens"]
 
     def _look(self, trainer: Trainer) -> None:
         before, steps = self.tokens, trainer.global_step - self._steps

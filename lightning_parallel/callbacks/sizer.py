@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_parallel.callbacks.counting import count_parameters
+from lightning_parallel.callbacks.counting import count_candidate, count_parameters
 from lightning_parallel.scaling.plan import SizingGoal, SizingPlan, suggestion
 from lightning_parallel.scaling.shapes import AspectRule, Shape
 
@@ -91,17 +89,19 @@ class ChinchillaSizer(Callback):
                     f"{type(module).__name__} has no hyperparameters {', '.join(missing)}; call save_hyperparameters() "
                     f"with them in __init__, or pass names, for example names={{'width': 'd_model'}}"
                 )
-            shape, params = self.rule.closest(self.goal.params(), lambda shape: _count(module, self._named(shape)))
+            shape, params = self.rule.closest(
+                self.goal.params(), lambda shape: count_candidate(module, self._named(shape))
+            )
             self.chosen = self._named(shape)
         else:
             self.chosen = dict(self.rule(self.goal.params()))
-            params = _count(module, self.chosen)
+            params = count_candidate(module, self.chosen)
         module.save_hyperparameters(self.chosen)
         return params
 
     def _fixed(self, module: LightningModule, built: bool) -> int:
         self.chosen = {}
-        return count_parameters(module) if built else _count(module, {})
+        return count_parameters(module) if built else count_candidate(module, {})
 
     def _named(self, shape: Shape) -> dict[str, Any]:
         return {self.names[name]: value for name, value in asdict(shape).items()}
@@ -140,12 +140,3 @@ class ChinchillaSizer(Callback):
                 f"the checkpoint was sized as {before[0]} for {before[1]} steps, this run as {now[0]} for {now[1]}; "
                 "use the goal and tokens_per_step of the first run"
             )
-
-
-def _count(module: LightningModule, sizes: Mapping[str, Any]) -> int:
-    """Parameters that the module would have with other hyperparameters, built without memory."""
-    candidate = copy.deepcopy(module)
-    candidate.hparams.update(sizes)
-    with torch.device("meta"):
-        candidate.configure_model()
-    return count_parameters(candidate)

@@ -9,16 +9,19 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_parallel import TensorPipelineStrategy
 from tests.harness import Ranks
@@ -30,6 +33,14 @@ PAIRS: list[Layout] = [(2, 1, 1), (1, 2, 1), (1, 1, 2)]
 LAYOUTS: list[Layout] = [*PAIRS, (1, 2, 2)]
 WIDTH, CLASSES = 8, 4
 PLAN = {"net.blocks.*.fc": "colwise", "net.blocks.*.out": "rowwise"}
+
+
+QUIET: Mapping[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 @dataclass(frozen=True)
@@ -53,18 +64,42 @@ class Site:
             sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
             where["devices"] = math.prod(self.layout)
             where["strategy"] = TensorPipelineStrategy(**{"plan": PLAN, **sizes, **self.options})
-        quiet = {
-            "max_epochs": 2,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-        }
-        return Trainer(accelerator="cpu", **where, **{**quiet, **kwargs})
+        return Trainer(accelerator="cpu", **where, **{**QUIET, "max_epochs": 2, **kwargs})
 
     def loader(self, data: Dataset[Any], batch_size: int, **kwargs: Any) -> DataLoader[Any]:
         """A loader whose global batches have `batch_size` samples on every site."""
         return DataLoader(data, batch_size=batch_size // self.replicas, **kwargs)
+
+
+class PeerSite(Site):
+    """A site whose ranks run a strategy of Lightning's own, on batches in the order of the reference."""
+
+    def loader(self, data: Dataset[Any], batch_size: int, **kwargs: Any) -> DataLoader[Any]:
+        """This rank's share of global batches of `batch_size` samples."""
+        sampler = DistributedSampler(data, num_replicas=self.replicas, rank=self.rank, shuffle=False)
+        return super().loader(data, batch_size, sampler=sampler, **kwargs)
+
+    def trainer(self, **kwargs: Any) -> Trainer:
+        """A quiet Trainer, with ddp unless told otherwise."""
+        where = {"strategy": "ddp", "devices": self.replicas, "use_distributed_sampler": False}
+        return Trainer(accelerator="cpu", **{**QUIET, **where, **kwargs})
+
+
+class ShardingSite(PeerSite):
+    """A site whose ranks run FSDP (torch's `fully_shard`) by Lightning's strategy; modules call `shard`."""
+
+    def trainer(self, **kwargs: Any) -> Trainer:
+        """A quiet Trainer that shards over all ranks."""
+        sizes = {"data_parallel_size": self.replicas, "tensor_parallel_size": 1}
+        strategy = ModelParallelStrategy(**sizes, save_distributed_checkpoint=False, process_group_backend="gloo")
+        return super().trainer(**{"strategy": strategy, **kwargs})
+
+
+def shard(module: LightningModule, blocks: Iterable[nn.Module]) -> None:
+    """What `configure_model` does for FSDP; nothing under other strategies."""
+    if module.device_mesh is not None:
+        for part in (*blocks, module):
+            fully_shard(part, mesh=module.device_mesh["data_parallel"])
 
 
 class Samples(Dataset[dict[str, torch.Tensor]]):
@@ -148,7 +183,8 @@ class Classifier(LightningModule):
 
 def weights(module: nn.Module) -> dict[str, torch.Tensor]:
     """A copy of a module's state."""
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+    state = {name: value.detach() for name, value in module.state_dict().items()}
+    return {name: v.full_tensor() if isinstance(v, DTensor) else v.clone() for name, v in state.items()}
 
 
 def held(trainer: Trainer, module: LightningModule) -> dict[str, nn.Parameter]:

@@ -1,4 +1,4 @@
-"""Metrics of language models under tensor, pipeline and data parallel ranks and ddp, across a resume.
+"""Metrics of language models under tensor, pipeline and data parallel ranks, ddp and fsdp, across a resume.
 
 Reference: the same two epochs in one plain process. Counts are equal, floating point values within 1e-5.
 """
@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_parallel.metrics import BitsPerByte, ModelFlopsUtilization, PerplexityFromLoss, TokensSeen
-from tests.glue.oracle import PAIRS, Layout, Site, assert_same, check, reference
+from tests.glue.oracle import PAIRS, Layout, PeerSite, ShardingSite, Site, assert_same, check, reference, shard
 from tests.glue.training import GPT, LENGTH, Tokens
 from tests.harness import Ranks
 
@@ -33,6 +31,9 @@ class Measured(GPT):
         self.bits = BitsPerByte()
         self.utilization = ModelFlopsUtilization(6e3, 1e6)
         self.record: list[Any] = []
+
+    def configure_model(self) -> None:
+        shard(self, self.layers)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = torch.nn.functional.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
@@ -73,26 +74,17 @@ def test_every_layout(ranks: Ranks, layout: Layout) -> None:
     check(ranks, two_epochs, layout, plan=PLAN)
 
 
-class PlainSite(Site):
-    """A site whose ranks run Lightning's own ddp, on batches in the order of the reference."""
-
-    def loader(self, data: Dataset[Any], batch_size: int, **kwargs: Any) -> DataLoader[Any]:
-        sampler = DistributedSampler(data, num_replicas=2, rank=self.rank, shuffle=False)
-        return super().loader(data, batch_size, sampler=sampler, **kwargs)
-
-    def trainer(self, **kwargs: Any) -> Trainer:
-        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        quiet["use_distributed_sampler"] = False
-        return Trainer(accelerator="cpu", strategy="ddp", devices=2, enable_model_summary=False, **{**quiet, **kwargs})
+def under_strategies_of_lightning(rank: int, world_size: int) -> Any:
+    return [two_epochs(kind((1, 1, 2), rank)) for kind in (PeerSite, ShardingSite)]
 
 
-def under_ddp(rank: int, world_size: int) -> Any:
-    return two_epochs(PlainSite((1, 1, 2), rank))
-
-
-def test_ddp(ranks: Ranks) -> None:
-    for rank, found in enumerate(ranks(2, under_ddp, launch="lightning")):
-        assert_same(found, reference(two_epochs), f"rank {rank}")
+def test_ddp_and_fsdp(ranks: Ranks) -> None:
+    expected = reference(two_epochs)
+    for rank, (peers, sharded) in enumerate(ranks(2, under_strategies_of_lightning, launch="lightning")):
+        assert_same(peers, expected, f"rank {rank}")
+        # Lightning's ModelParallelStrategy restores parameters and buffers only: sums start anew in the second epoch.
+        assert_same(sharded[0], expected[0], f"rank {rank}")
+        assert_same(sharded[1][0], expected[1][0], f"rank {rank}")
 
 
 def test_the_reference_is_what_one_counts_by_hand() -> None:

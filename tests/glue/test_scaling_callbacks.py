@@ -1,4 +1,4 @@
-"""Callbacks that meter and record runs, under tensor, pipeline and data parallel ranks and ddp.
+"""Callbacks that size, meter and record runs, under tensor, pipeline and data parallel ranks, ddp and fsdp.
 
 Reference: the same run in one plain process. Counts, FLOPs, verdicts and rates are those of the whole job.
 """
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
 from lightning_parallel.callbacks import (
@@ -24,7 +24,7 @@ from lightning_parallel.callbacks import (
 )
 from lightning_parallel.scaling.plan import SizingGoal
 from lightning_parallel.scaling.runs import read_runs
-from tests.glue.oracle import PAIRS, Layout, Site, assert_same, check, reference, weights
+from tests.glue.oracle import PAIRS, Layout, PeerSite, ShardingSite, Site, assert_same, check, reference, shard, weights
 from tests.glue.training import GPT, LENGTH, Record, Tokens
 from tests.harness import Ranks
 
@@ -48,6 +48,9 @@ class Clock:
 
 class Observed(GPT):
     """A model with a validation loss, which tells how many parameters hooks see."""
+
+    def configure_model(self) -> None:
+        shard(self, self.layers)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         loss = torch.nn.functional.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
@@ -127,21 +130,8 @@ def test_every_layout(ranks: Ranks, layout: Layout) -> None:
     check(ranks, metered, layout, plan=PLAN)
 
 
-class DistributedSite(Site):
-    """A site whose ranks run Lightning's own ddp, on batches in the order of the reference."""
-
-    def loader(self, data: Dataset[Any], batch_size: int, **kwargs: Any) -> DataLoader[Any]:
-        sampler = DistributedSampler(data, num_replicas=2, rank=self.rank, shuffle=False)
-        return super().loader(data, batch_size, sampler=sampler, **kwargs)
-
-    def trainer(self, **kwargs: Any) -> Trainer:
-        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        where: dict[str, Any] = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
-        return Trainer(accelerator="cpu", enable_model_summary=False, **{**quiet, **where, **kwargs})
-
-
 def under_ddp(rank: int, world_size: int) -> Any:
-    return metered(DistributedSite((1, 1, 2), rank))
+    return metered(PeerSite((1, 1, 2), rank))
 
 
 def test_ddp(ranks: Ranks) -> None:
@@ -161,6 +151,7 @@ class Scalable(GPT):
             built = GPT(**{name: self.hparams[name] for name in ("layers", "width", "heads")})
             for name, child in built.named_children():
                 self.add_module(name, child)
+            shard(self, self.layers)
 
 
 def three_layers(params: float) -> dict[str, int]:
@@ -191,6 +182,16 @@ def test_every_rank_chooses_the_same_size(ranks: Ranks, layout: Layout) -> None:
     check(ranks, sized, layout, plan=PLAN)
 
 
+def under_fsdp(rank: int, world_size: int) -> Any:
+    site = ShardingSite((1, 1, 2), rank)
+    return metered(site), sized(site)
+
+
+def test_fsdp(ranks: Ranks) -> None:
+    for rank, found in enumerate(ranks(2, under_fsdp, launch="lightning")):
+        assert_same(found, (reference(metered), reference(sized)), f"rank {rank}")
+
+
 class Tight(GPT):
     """Rank 1 has less memory than rank 0."""
 
@@ -213,11 +214,11 @@ class Tight(GPT):
 def uneven_memory(rank: int, world_size: int) -> Any:
     found = []
     sizer, module = MicroBatchSizer(), Tight(most=3 if rank else 100)
-    trainer = DistributedSite((1, 1, 2), rank).trainer(callbacks=[sizer], max_epochs=1, use_distributed_sampler=True)
+    trainer = PeerSite((1, 1, 2), rank).trainer(callbacks=[sizer], max_epochs=1, use_distributed_sampler=True)
     trainer.fit(module)
     found.append((sizer.micro_batch, trainer.accumulate_grad_batches, trainer.global_step, module.seen))
     with pytest.raises(ValueError, match="not even one sample fits into the memory of every rank"):
-        DistributedSite((1, 1, 2), rank).trainer(callbacks=[MicroBatchSizer()]).fit(Tight(most=1 - rank))
+        PeerSite((1, 1, 2), rank).trainer(callbacks=[MicroBatchSizer()]).fit(Tight(most=1 - rank))
     return found
 
 

@@ -125,6 +125,10 @@ def test_a_function_of_ones_own_chooses_the_shape() -> None:
     assert asked == [goal.params()]
 
 
+def three_layers(params: float) -> dict[str, int]:
+    return {"layers": 3, "width": 8}
+
+
 class Manual(Sized):
     def __init__(self) -> None:
         super().__init__()
@@ -207,10 +211,35 @@ class FSDPStrategy(SingleDeviceStrategy):
     """Named like the one that keeps flat shards."""
 
 
-def test_flat_shards_are_not_counted() -> None:
-    run = trainer(ComputeBudget(1e9), strategy=FSDPStrategy("cpu"))
-    with pytest.raises(ValueError, match="FSDPStrategy keeps parameters as shards .* pass params= or flops_per_token="):
-        run.fit(built())
+class Unforeseen(Sized):
+    """Needs to know where it runs when its layers are built."""
+
+    def configure_model(self) -> None:
+        assert torch.get_default_device().type == "cpu", "not a device to compute on"
+        super().configure_model()
+
+
+class DerivedStrategy(FSDPStrategy):
+    """A class of the user's own."""
+
+
+def test_flat_shards_are_counted_before_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_parallel.callbacks.counting.whole_size", None)  # could only count shards
+    sizer = ChinchillaSizer(SizingGoal(flops=1e7), 4 * LENGTH, rule=three_layers)
+    for module in (built(), Sized()):
+        budget = ComputeBudget(1e9)
+        callbacks = (budget, sizer) if module.net is None else (budget,)
+        trainer(*callbacks, strategy=DerivedStrategy("cpu"), limit_train_batches=2, max_epochs=1).fit(module)
+        assert module.net is not None
+        assert budget.spent == 6 * sum(p.numel() for p in module.parameters()) * budget.tokens > 0
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)on the meta device .* fails .not a device to compute on.*; pass params= or flops_per_token=",
+    ):
+        trainer(ComputeBudget(1e9), strategy=FSDPStrategy("cpu")).fit(Unforeseen(1, 8, 1))
+
+
+def test_shared_models_are_not_tried_on_one_rank() -> None:
     with pytest.raises(ValueError, match="with FSDPStrategy several ranks share one copy .* accumulate_grad_batches"):
         trainer(MicroBatchSizer(), strategy=FSDPStrategy("cpu")).fit(built())
 

@@ -1,0 +1,103 @@
+"""Glue: the planner's job and split that a running trainer amounts to, under this package's strategies and others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_parallel.layout import ParallelLayout
+from lightning_parallel.planner.hardware import GIB, Cluster, Gpu, cpu_process, recognise
+from lightning_parallel.planner.job import Candidate, TrainingJob
+from lightning_parallel.planner.model_shape import ModelShape
+from lightning_parallel.strategies.auto import AutoStrategy, planned_states
+from lightning_parallel.strategies.tensor_pipeline import TensorPipelineStrategy
+
+__all__ = ["layout_of", "running_job", "running_split"]
+
+_OPTIMIZERS = {"Adam": "adam", "AdamW": "adamw", "AdamW8bit": "adam-8bit", "Adam8bit": "adam-8bit", "Lion": "lion"}
+_FSDP_STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
+
+
+def layout_of(trainer: Trainer) -> ParallelLayout:
+    """How the ranks of a trainer are arranged; everything but this package's strategies is data parallel."""
+    strategy = trainer.strategy
+    return strategy.layout if isinstance(strategy, TensorPipelineStrategy) else ParallelLayout(data=trainer.world_size)
+
+
+def running_split(trainer: Trainer, batch_size: int, recompute: str = "none") -> Candidate:
+    """The split that a trainer runs.
+
+    Args:
+        trainer: while it trains.
+        batch_size: samples of a replica's batch.
+        recompute: what the model repeats in its backward pass.
+
+    Raises:
+        ValueError: a strategy whose sharding is not known here.
+    """
+    strategy, layout = trainer.strategy, layout_of(trainer)
+    options: dict[str, Any] = {"recompute": recompute, "micro_batch": batch_size}
+    if isinstance(strategy, TensorPipelineStrategy):
+        parts = min(batch_size, strategy.pipeline_config.micro_batches_for(layout.pipeline))
+        options |= {
+            "micro_batch": max(1, batch_size // parts),
+            "schedule": strategy.pipeline_config.schedule,
+            "sequence_parallel": strategy.tensor_config.sequence_parallel and layout.tensor > 1,
+            "zero_stage": strategy.zero_config.stage if layout.data > 1 else 0,
+            "offload": strategy.zero_config.offload or "none",
+        }
+    else:
+        options["zero_stage"] = _foreign_stage(strategy)
+    return Candidate(tensor=layout.tensor, pipeline=layout.pipeline, data=layout.data, **options)
+
+
+def _foreign_stage(strategy: Any) -> int:
+    """The ZeRO stage that a strategy of Lightning amounts to."""
+    kinds = {kind.__name__ for kind in type(strategy).__mro__}
+    if "FSDPStrategy" in kinds:
+        return _FSDP_STAGES.get(strategy.sharding_strategy.name, 3)
+    if "DeepSpeedStrategy" in kinds:
+        return int(strategy.config.get("zero_optimization", {}).get("stage", 0))
+    if kinds & {"DDPStrategy", "SingleDeviceStrategy"}:
+        return 0
+    raise ValueError(f"what {type(strategy).__name__} keeps on a rank is not known; use ddp, fsdp, deepspeed or tp_pp")
+
+
+def running_job(trainer: Trainer, shape: ModelShape, split: Candidate, batch_size: int) -> TrainingJob:
+    """The job that a trainer runs, on devices like this rank's.
+
+    Raises:
+        ValueError: a precision or an optimizer that the planner does not know.
+    """
+    products, kept = planned_states(str(trainer.precision), split.zero_stage)
+    nodes = trainer.num_nodes
+    return TrainingJob(
+        shape,
+        Cluster(_device(trainer), trainer.world_size // nodes, nodes),
+        batch_size * split.data * trainer.accumulate_grad_batches,
+        precision=products,
+        optimizer=_optimizer(trainer),
+        states=kept,
+    )
+
+
+def _device(trainer: Trainer) -> Gpu:
+    strategy = trainer.strategy
+    if isinstance(strategy, AutoStrategy):
+        return strategy.choice.job.cluster.gpu
+    device = strategy.root_device
+    if device.type != "cuda":
+        return cpu_process(1.0)
+    return recognise(torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory / GIB)
+
+
+def _optimizer(trainer: Trainer) -> str:
+    optimizer = trainer.optimizers[0]
+    name = type(optimizer).__name__
+    if name == "SGD":
+        return "sgd-momentum" if optimizer.param_groups[0]["momentum"] else "sgd"
+    if name not in _OPTIMIZERS:
+        raise ValueError(f"what {name} keeps is not known to the planner; it knows {', '.join([*_OPTIMIZERS, 'SGD'])}")
+    return _OPTIMIZERS[name]

@@ -1,0 +1,166 @@
+"""Glue: what the planner expects of a run, beside what each rank measures: memory and time of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from rich.console import Console
+
+from lightning_parallel import comm
+from lightning_parallel.callbacks.expected import layout_of, running_job, running_split
+from lightning_parallel.commands.answer import show_parts, table
+from lightning_parallel.commands.modules import shape_of_module
+from lightning_parallel.mesh import whole_world
+from lightning_parallel.pipeline.batch import batch_size
+from lightning_parallel.planner.cost import step_time
+from lightning_parallel.planner.hardware import GIB
+from lightning_parallel.planner.job import Candidate, TrainingJob
+from lightning_parallel.planner.memory import StageMemory, memory_by_stage
+from lightning_parallel.planner.model_shape import ModelShape
+from lightning_parallel.strategies.held import held_bytes
+
+__all__ = ["MemoryReport", "PlanReport"]
+
+Figures = Mapping[str, tuple[float, float]]
+
+
+class _Report(Callback):
+    """Compares (expected, measured) figures of every rank once, after some optimizer steps.
+
+    Args:
+        after_steps: optimizer steps of this run before it measures.
+        shape: sizes of the model; read off the module when training is set up if None.
+        recompute: what the model repeats in its backward pass: "none", "selective" or "full".
+
+    Raises:
+        ValueError: fewer than one step.
+    """
+
+    title = ""
+
+    def __init__(self, after_steps: int, shape: ModelShape | None = None, recompute: str = "none") -> None:
+        if after_steps < 1:
+            raise ValueError(f"after_steps={after_steps} is before the first step; use 1 or more")
+        self.after_steps = after_steps
+        self.shape = shape
+        self.recompute = recompute
+        self.ranks: tuple[Figures, ...] = ()
+        """One entry per rank, on every rank: name -> (expected, measured)."""
+        self._first = 0
+        self._batch = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Reads the model's sizes while it is whole."""
+        if self.shape is None and stage == "fit":
+            self.shape = shape_of_module(pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Counts steps from here."""
+        self._first = trainer.global_step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Looks at the size of this replica's batch."""
+        self._batch = max(self._batch, batch_size(batch) or 1)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Measures, and tells once."""
+        steps = trainer.global_step - self._first
+        if self.ranks or steps < self.after_steps:
+            return
+        split = running_split(trainer, self._batch, self.recompute)
+        assert self.shape is not None, "setup() reads the sizes"
+        job = running_job(trainer, self.shape, split, self._batch)
+        found = self.figures(trainer, pl_module, job, split)
+        self.ranks = tuple(comm.gather_objects(found, whole_world()))
+        _print(self.title, self.ranks)
+
+    def figures(self, trainer: Trainer, module: LightningModule, job: TrainingJob, split: Candidate) -> Figures:
+        """This rank's figures."""
+        raise NotImplementedError
+
+
+class MemoryReport(_Report):
+    """Tells, for every rank, the GiB of model states that the planner expects and those that are held.
+
+    Under every strategy: weights, gradients, and the optimizer with its 32-bit weights, as memory that tensors own; on
+    GPUs also the peak of all tensors. Padding of shards is measured and not expected.
+    """
+
+    title = "model states (GiB): planned / held"
+
+    def __init__(self, after_steps: int = 2, shape: ModelShape | None = None, recompute: str = "none") -> None:
+        super().__init__(after_steps, shape, recompute)
+
+    def figures(self, trainer: Trainer, module: LightningModule, job: TrainingJob, split: Candidate) -> Figures:
+        """States by kind."""
+        planned, held = _stage_memory(trainer, job, split), held_bytes(trainer, module)
+        found = {
+            "weights": (planned.weights / GIB, held.weights / GIB),
+            "gradients": (planned.gradients / GIB, held.gradients / GIB),
+            "optimizer": ((planned.optimizer + planned.master_weights) / GIB, held.optimizer / GIB),
+        }
+        return found | _peak(trainer, planned)
+
+
+class PlanReport(_Report):
+    """Tells, for every rank, the seconds of a step that the planner expects and those that it takes.
+
+    Steps are timed from the third one of the run on, data loading included. On GPUs also the peak memory is compared;
+    on CPUs the planner's seconds are of the right order at best.
+    """
+
+    title = "plan and run: planned / measured"
+
+    def __init__(self, after_steps: int = 10, shape: ModelShape | None = None, recompute: str = "none") -> None:
+        super().__init__(after_steps, shape, recompute)
+        if after_steps < 3:
+            raise ValueError(f"after_steps={after_steps} leaves no step to time after two slow first ones; use 10")
+        self._started = (0, 0.0)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Starts the clock at the third step."""
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        steps = trainer.global_step - self._first
+        if steps == 2 and self._started[0] == 0:
+            self._started = (steps, _now(trainer))
+
+    def figures(self, trainer: Trainer, module: LightningModule, job: TrainingJob, split: Candidate) -> Figures:
+        """Seconds of a step, and its peak."""
+        steps, start = self._started
+        seconds = (_now(trainer) - start) / (trainer.global_step - self._first - steps)
+        return {"s/step": (step_time(job, split).total, seconds)} | _peak(trainer, _stage_memory(trainer, job, split))
+
+
+def _stage_memory(trainer: Trainer, job: TrainingJob, split: Candidate) -> StageMemory:
+    return memory_by_stage(job, split)[layout_of(trainer).coordinate(trainer.global_rank).pipeline]
+
+
+def _peak(trainer: Trainer, planned: StageMemory) -> dict[str, tuple[float, float]]:
+    device = trainer.strategy.root_device
+    if device.type != "cuda":
+        return {}
+    return {"peak": ((planned.total - planned.overhead) / GIB, torch.cuda.max_memory_allocated(device) / GIB)}
+
+
+def _now(trainer: Trainer) -> float:
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@rank_zero_only
+def _print(title: str, ranks: tuple[Figures, ...]) -> None:
+    names = list(ranks[0])
+    grid = table("", "rank", *names)
+    for rank, figures in enumerate(ranks):
+        grid.add_row(str(rank), *(f"{figures[name][0]:.3g} / {figures[name][1]:.3g}" for name in names))
+    # A title of the table would be as narrow as the table.
+    show_parts([title, grid], Console())
