@@ -25,6 +25,8 @@ def plan_text(data: Mapping[str, Any]) -> list[RenderableType]:
         parts += [_terms("one step (seconds)", data["plans"][0], "step_seconds")]
         best = data["plans"][0]
         parts += ["", best["trainer"], "", best["yaml"], ""]
+        parts += [f"also: {line}" for line in best["alternatives"]]
+        parts += [best["recompute_note"]] if best["recompute_note"] else []
     parts += [_reasons(data["rejected"])] if data["rejected"] else []
     return [*parts, *data["advice"]]
 

@@ -9,7 +9,7 @@ from lightning_parallel.planner.hardware import GIB
 from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.memory import EXACT_TERMS, StageMemory
 from lightning_parallel.planner.search import Plan, Rejected, SearchResult
-from lightning_parallel.planner.strategy_text import strategy_of, trainer_line, yaml_text
+from lightning_parallel.planner.strategy_text import alternatives, recompute_note, strategy_of, trainer_line, yaml_text
 
 __all__ = ["model_flops", "recomputed_flops", "result_data"]
 
@@ -92,6 +92,8 @@ def _plan_data(job: TrainingJob, plan: Plan, price: float, tokens: float) -> dic
         "strategy": strategy_of(job, split),
         "trainer": trainer_line(job, split),
         "yaml": yaml_text(job, split),
+        "alternatives": alternatives(job, split),
+        "recompute_note": recompute_note(split),
     }
     if tokens:
         hours = tokens / per_second / 3600

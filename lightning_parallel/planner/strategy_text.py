@@ -8,7 +8,7 @@ from typing import Any
 from lightning_parallel.pipeline.schedules import SCHEDULE_NAMES
 from lightning_parallel.planner.job import Candidate, TrainingJob
 
-__all__ = ["precision_flag", "strategy_of", "trainer_line", "unrunnable", "yaml_text"]
+__all__ = ["alternatives", "precision_flag", "recompute_note", "strategy_of", "trainer_line", "unrunnable", "yaml_text"]
 
 _OURS = "lightning_parallel.strategies.TensorPipelineStrategy"
 _ZERO = "lightning_parallel.strategies.ZeroStrategy"
@@ -26,7 +26,7 @@ def unrunnable(split: Candidate) -> str:
     if model_ranks > 1 and split.zero_stage == 3:
         return "no strategy here shards weights beside tensor or pipeline parallelism"
     if model_ranks > 1 and split.offload != "none":
-        return "no strategy here offloads beside tensor or pipeline parallelism"
+        return "offload is planned without tensor or pipeline parallelism only"
     if split.pipeline > 1 and split.schedule not in SCHEDULE_NAMES:
         return f"no strategy here runs the schedule {split.schedule}"
     return ""
@@ -49,19 +49,48 @@ def strategy_of(job: TrainingJob, split: Candidate) -> dict[str, Any]:
         if split.zero_stage:
             arguments["zero_stage"] = split.zero_stage
         return {"class_path": _OURS, "init_args": arguments}
-    if split.offload != "none":
+    if split.offload != "none" and split.zero_stage == 3:
+        # Stage 3 here keeps shards of weights on the GPU.
         return {"class_path": _DEEPSPEED, "init_args": _deepspeed(split)}
-    if split.zero_stage == 3:
-        checkpointing = {"sharding_strategy": "FULL_SHARD"}
-        return {"class_path": _FSDP, "init_args": checkpointing}
     if split.zero_stage:
-        return {"class_path": _ZERO, "init_args": {"stage": split.zero_stage}}
+        offload = {} if split.offload == "none" else {"offload": split.offload}
+        return {"class_path": _ZERO, "init_args": {"stage": split.zero_stage, **offload}}
     return {"class_path": _DDP, "init_args": {}}
 
 
+def alternatives(job: TrainingJob, split: Candidate) -> list[str]:
+    """Trainer lines of Lightning's own strategies that shard as much."""
+    if split.tensor * split.pipeline > 1 or split.context > 1 or not split.zero_stage:
+        return []
+    found = [] if split.offload != "none" and split.zero_stage == 3 else [(_DEEPSPEED, _deepspeed(split))]
+    sharding = {2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}.get(split.zero_stage)
+    if sharding and split.offload == "none":
+        found.append((_FSDP, {"sharding_strategy": sharding}))
+    return [_line(job, split, path, arguments) for path, arguments in found]
+
+
+def recompute_note(split: Candidate) -> str:
+    """How the model comes to recompute what the plan counts on: no strategy switches it on; empty if it need not."""
+    if split.recompute == "none":
+        return ""
+    if split.recompute == "full":
+        return (
+            "The plan counts on blocks that are recomputed in the backward pass, which the model has to do: "
+            "model.gradient_checkpointing_enable() in transformers, or in your forward "
+            "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) for each block."
+        )
+    return (
+        "The plan counts on a part of each block being recomputed, which the model has to do: in your forward "
+        "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=...) with "
+        "create_selective_checkpoint_contexts that saves every other product and attention."
+    )
+
+
 def _deepspeed(split: Candidate) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"stage": max(1, split.zero_stage), "offload_optimizer": True}
-    if split.zero_stage == 3:
+    arguments: dict[str, Any] = {"stage": split.zero_stage}
+    if split.offload != "none":
+        arguments["offload_optimizer"] = True
+    if split.offload != "none" and split.zero_stage == 3:
         arguments["offload_parameters"] = True
     if split.offload == "nvme":
         arguments.update(remote_device="nvme", offload_params_device="nvme", offload_optimizer_device="nvme")
@@ -90,9 +119,13 @@ def trainer_line(job: TrainingJob, split: Candidate) -> str:
     strategy = strategy_of(job, split)
     if strategy["class_path"] is None:
         return f"# {strategy['why']}"
-    inner = ", ".join(f"{name}={value!r}" for name, value in strategy["init_args"].items())
+    return _line(job, split, strategy["class_path"], strategy["init_args"])
+
+
+def _line(job: TrainingJob, split: Candidate, class_path: str, arguments: dict[str, Any]) -> str:
+    inner = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     options = ", ".join(f"{name}={value!r}" for name, value in _trainer_arguments(job, split).items())
-    return f"Trainer(strategy={strategy['class_path'].rpartition('.')[2]}({inner}), {options})"
+    return f"Trainer(strategy={class_path.rpartition('.')[2]}({inner}), {options})"
 
 
 def yaml_text(job: TrainingJob, split: Candidate) -> str:

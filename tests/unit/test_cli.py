@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from lightning_parallel import strategies
 from lightning_parallel.cli import main
 from lightning_parallel.commands.doctor import LAUNCH_VARIABLES, environment_problems
 from lightning_parallel.commands.modules import parameter_count, shape_of_module
-from lightning_parallel.strategies import TensorPipelineStrategy
 
 
 def test_explain_bubble_prints_the_simulated_schedule(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,13 +44,25 @@ def test_plan_answers_as_data_and_as_text(capsys: pytest.CaptureFixture[str]) ->
     assert "Tensor parallelism 4 stays inside the node" in text
 
 
-def test_the_yaml_and_the_trainer_line_make_the_same_strategy(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "--params", "7e9", "--gpu", "a100-80gb", "--global-batch", "64", "--tp", "2", "--pp", "2"]
-    assert main([*arguments, "--zero", "1", "--json"]) == 0
+@pytest.mark.parametrize(
+    ("layout", "expected", "also"),
+    [
+        (["--tp", "2", "--pp", "2", "--zero", "1"], "TensorPipelineStrategy", 0),
+        (["--tp", "1", "--pp", "1", "--zero", "2"], "ZeroStrategy", 2),
+        (["--tp", "1", "--pp", "1", "--zero", "3"], "ZeroStrategy", 2),
+        (["--tp", "1", "--pp", "1", "--zero", "2", "--offload", "cpu"], "ZeroStrategy", 1),
+    ],
+)
+def test_the_yaml_and_the_trainer_line_make_the_same_strategy(
+    layout: list[str], expected: str, also: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", "--params", "7e9", "--gpu", "a100-80gb", "--global-batch", "64", *layout]
+    assert main([*arguments, "--json"]) == 0
     best = json.loads(capsys.readouterr().out)["plans"][0]
-    options = best["strategy"]["init_args"]
-    strategy = TensorPipelineStrategy(**options)
-    assert strategy is not None
+    options, (_, _, name) = best["strategy"]["init_args"], best["strategy"]["class_path"].rpartition(".")
+    strategy = getattr(strategies, name)(**options)
+    assert (name, strategy.zero_config.stage) == (expected, int(layout[layout.index("--zero") + 1]))
+    assert len(best["alternatives"]) == also
     assert all(f"{name}={value!r}" in best["trainer"] for name, value in options.items())
     assert all(f"      {name}: {json.dumps(value)}" in best["yaml"].splitlines() for name, value in options.items())
 
@@ -75,11 +88,32 @@ def test_kernels_are_those_that_come_with_the_precision(
         (["--params", "7e9", "--gpu", "h100"], "GPU 'h100' is unknown"),
         (["--params", "7e9", "--gpu", "v100-32gb"], "v100-32gb has no bf16 matrix units"),
         (["--module", "torch.nn:Nothing"], "cannot be built"),
+        (["--config", "mixtral.json"], "'mixtral' is a mixture of experts, which is not planned: tokens would be sent"),
     ],
 )
-def test_a_plan_without_sense_is_refused(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_without_sense_is_refused(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mixtral.json").write_text(json.dumps({"model_type": "mixtral", "num_local_experts": 8}))
     assert main(["plan", *arguments]) == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_the_plan_says_how_to_recompute(recompute: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--params", "7e9", "--recompute", recompute, "--tp", "4"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert ("torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False" in text) == (recompute != "none")
+
+
+def test_experts_are_refused_by_name() -> None:
+    class SparseMoeBlock(nn.Module):
+        pass
+
+    module = nn.ModuleDict({"tokens": nn.Embedding(10, 8), "mlp": SparseMoeBlock()})
+    with pytest.raises(ValueError, match="mlp is a mixture of experts, which is not planned"):
+        shape_of_module(module)
 
 
 def test_parameters_on_the_meta_device_are_counted_one_by_one() -> None:
