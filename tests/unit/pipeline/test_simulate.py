@@ -22,6 +22,8 @@ from lightning_parallel.pipeline.simulate import (
 
 # Schedules are immutable, so the tests of this module build each once.
 build_schedule = cache(schedules.build_schedule)
+GRID = [(stages, micro_batches) for stages in range(1, 9) for micro_batches in (*range(1, 10), 16)]
+"""Fewer micro-batches than stages, as many, one more, and twice as many as the most stages."""
 
 
 def longest_path(schedule: Schedule, costs: dict[Kind, Sequence[float]], latency: float) -> float:
@@ -44,30 +46,27 @@ def longest_path(schedule: Schedule, costs: dict[Kind, Sequence[float]], latency
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_no_schedule_deadlocks_and_equal_stages_reach_the_known_bubble(name: str, transport: str) -> None:
-    for stages in range(1, 9):
-        for micro_batches in range(1, 17):
-            result = simulate(build_schedule(name, stages, micro_batches), 1.0, 2.0, transport=transport)
-            assert result.makespan == 3.0 * (micro_batches + stages - 1)
-            assert result.bubble == pytest.approx((stages - 1) / (micro_batches + stages - 1), abs=1e-12)
-            assert result.busy == (3.0 * micro_batches,) * stages
+    for stages, micro_batches in GRID:
+        result = simulate(build_schedule(name, stages, micro_batches), 1.0, 2.0, transport=transport)
+        assert result.makespan == 3.0 * (micro_batches + stages - 1)
+        assert result.bubble == pytest.approx((stages - 1) / (micro_batches + stages - 1), abs=1e-12)
+        assert result.busy == (3.0 * micro_batches,) * stages
 
 
 def test_forward_only_never_deadlocks_and_fills_like_a_conveyor() -> None:
-    for stages in range(1, 9):
-        for micro_batches in range(1, 17):
-            schedule = forward_only_schedule(stages, micro_batches)
-            check_deadlock(schedule)
-            assert simulate(schedule).makespan == micro_batches + stages - 1
-            assert peak_live_micro_batches(schedule) == (1,) * stages
+    for stages, micro_batches in GRID:
+        schedule = forward_only_schedule(stages, micro_batches)
+        for transport in TRANSPORTS:
+            assert simulate(schedule, transport=transport).makespan == micro_batches + stages - 1
+        assert peak_live_micro_batches(schedule) == (1,) * stages
 
 
 def test_peak_live_micro_batches() -> None:
-    for stages in range(1, 9):
-        for micro_batches in range(1, 17):
-            peak = peak_live_micro_batches(build_schedule("1f1b", stages, micro_batches))
-            assert peak == tuple(min(micro_batches, stages - stage) for stage in range(stages))
-            peak = peak_live_micro_batches(build_schedule("gpipe", stages, micro_batches))
-            assert peak == (micro_batches,) * stages
+    for stages, micro_batches in GRID:
+        peak = peak_live_micro_batches(build_schedule("1f1b", stages, micro_batches))
+        assert peak == tuple(min(micro_batches, stages - stage) for stage in range(stages))
+        peak = peak_live_micro_batches(build_schedule("gpipe", stages, micro_batches))
+        assert peak == (micro_batches,) * stages
     assert simulate(build_schedule("1f1b", 3, 4)).peak_live == (3, 2, 1)
 
 
