@@ -145,8 +145,8 @@ class ZeroConfig:
         check_flag("offload_parameters", self.offload_parameters)
         if self.offload_parameters:
             raise ValueError(
-                f"offload_parameters=True is not available: stage {self.stage} computes with whole parameters on the "
-                "device; leave it out"
+                f"offload_parameters=True is not available: parameters of stage {self.stage} stay on the device; leave "
+                "it out, offload='cpu' or 'nvme' moves everything else"
             )
         if self.offload not in (None, *KINDS):
             raise ValueError(f"offload={self.offload!r} is unknown; use None, 'cpu' or 'nvme'")

@@ -16,7 +16,8 @@ from lightning_parallel.strategies.refusals import note_surroundings
 
 __all__ = ["STRATEGY_NAMES", "register_strategies"]
 
-STRATEGY_NAMES = ("tp_pp", "tp", "pp", "zero1", "zero2", "zero2_offload", "zero3", "auto_parallel")
+_OFFLOADED = ("zero2_offload", "zero3_offload", "zero3_nvme")
+STRATEGY_NAMES = ("tp_pp", "tp", "pp", "zero1", "zero2", "zero3", *_OFFLOADED, "auto_parallel")
 
 
 def register_strategies() -> None:
@@ -28,7 +29,9 @@ def register_strategies() -> None:
         "zero1": ("ZeroStrategy", "data parallel, optimizer state sharded", {"stage": 1}),
         "zero2": ("ZeroStrategy", "data parallel, optimizer state and gradients sharded", {"stage": 2}),
         "zero3": ("ZeroStrategy", "data parallel, parameters sharded too", {"stage": 3}),
-        "zero2_offload": ("ZeroStrategy", "the same, in host memory", {"stage": 2, "offload": "cpu"}),
+        "zero2_offload": ("ZeroStrategy", "zero2, stepping in host memory", {"stage": 2, "offload": "cpu"}),
+        "zero3_offload": ("ZeroStrategy", "zero3, stepping in host memory", {"stage": 3, "offload": "cpu"}),
+        "zero3_nvme": ("ZeroStrategy", "zero3, optimizer state in files", {"stage": 3, "offload": "nvme"}),
         "auto_parallel": ("AutoStrategy", "what the planner finds fastest", {}),
     }
     for name, (class_name, description, options) in entries.items():

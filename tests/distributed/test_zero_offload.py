@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, optim
 
+from lightning_parallel.zero.gathering import UnitGatherer
 from lightning_parallel.zero.memory import offloaded_bytes
 from lightning_parallel.zero.offload import Offload
-from lightning_parallel.zero.sharder import ZeroSharder
+from lightning_parallel.zero.sharder import ShardOptions, ZeroSharder
 from lightning_parallel.zero.states import load_full_state, whole_state
+from lightning_parallel.zero.unit_sharder import UnitSharder
 from tests.distributed.test_zero import Chain, Two, full_gradients, reference, storages, train
 from tests.distributed.zero_tools import OPTIMIZERS, plain_state, sharded_backward, sharder, values
 from tests.harness import Ranks
 
 ELEMENTWISE = [name for name in OPTIMIZERS if name not in ("spectral", "twisted")]
-CELLS = [(stage, kind) for stage in (1, 2) for kind in (None, "cpu", "nvme")]
+CELLS = [(stage, kind) for stage in (1, 2, 3) for kind in (None, "cpu", "nvme")]
 
 
 def offload(kind: str | None, folder: str) -> dict[str, Any]:
@@ -58,41 +61,72 @@ def test_every_optimizer_trains_as_without_offload(ranks: Ranks, tmp_path: Path)
 
 
 # ------------------------------------------------------------------------------------------------ accumulation
+def cell(net: Two, optimizer: optim.Optimizer, stage: int, chosen: dict[str, Any]) -> ZeroSharder:
+    if stage < 3:
+        return sharder(net, [optimizer], stage=stage, bucket_bytes=1, **chosen)
+    gatherer = UnitGatherer({}, dist.new_group(), dist.new_group())
+    units = dict.fromkeys(net.parameters(), gatherer.root.number)
+    return UnitSharder(units, [optimizer], dist.group.WORLD, ShardOptions(stage=3, **chosen), gatherer)
+
+
+def window(sharded: ZeroSharder, losses: list[Callable[[], Tensor]]) -> None:
+    """Backward passes of one optimizer step; stage 3 reduces each of them by itself."""
+    if isinstance(sharded, UnitSharder):
+        for make in losses:
+            with sharded.step("train"):
+                sharded_backward(sharded, [make()])
+    else:
+        sharded_backward(sharded, [make() for make in losses])
+
+
+def loss(net: Two, slope: float, rarely: bool = False) -> Tensor:
+    return slope * net.often.sum() + (net.rarely.sum() if rarely else 0)
+
+
 def accumulate(rank: int, world_size: int, folder: str) -> Any:
-    """Per cell: the mean of 1, 2, 3 and 4, half of them on each rank; a second window on top; the step; zeroing."""
-    found = {}
-    for stage, kind in CELLS:
+    """The mean of 1, 2, 3 and 4, half of them on each rank; a second window on top; the step; zeroing."""
+    first, second = (1, 3) if rank == 0 else (2, 4)
+
+    def observe(stage: int, kind: str | None) -> Any:
         net = Two()
         optimizer = optim.SGD(net.parameters(), lr=1.0)
-        sharded = sharder(net, [optimizer], stage=stage, bucket_bytes=1, **offload(kind, folder))
-        losses = [value / 4 * net.often.sum() for value in ((1, 3) if rank == 0 else (2, 4))]
-        losses[0] = losses[0] + (net.rarely.sum() if rank == 1 else 0)
-        sharded_backward(sharded, losses)
-        window = full_gradients(net, sharded)
-        sharded_backward(sharded, [net.often.sum()])
+        sharded = cell(net, optimizer, stage, offload(kind, folder))
+        window(sharded, [lambda: loss(net, first / 4, rarely=rank == 1), lambda: loss(net, second / 4)])
+        once = full_gradients(net, sharded)
+        window(sharded, [lambda: loss(net, 1.0)])
         twice = full_gradients(net, sharded)
         optimizer.step()
-        stepped = values(net)
+        stepped = full_values(net, sharded)
         optimizer.zero_grad(set_to_none=False)
         zeroed = full_gradients(net, sharded)
         optimizer.zero_grad()
-        sharded_backward(sharded, [net.often.sum()])
-        found[stage, kind] = window, twice, stepped, zeroed, full_gradients(net, sharded)
+        window(sharded, [lambda: loss(net, 1.0)])
+        last = full_gradients(net, sharded)
         sharded.close()
-    return found
+        return once, twice, stepped, zeroed, last
+
+    return {(stage, kind): observe(stage, kind) for stage, kind in CELLS}
+
+
+def full_values(net: Two, sharded: ZeroSharder) -> dict[str, Tensor]:
+    if not isinstance(sharded, UnitSharder):
+        return values(net)
+    found: dict[int, Tensor] = {}
+    sharded.full_values(lambda p, full: found.update({id(p): full.clone()}))
+    return {name: found[id(p)] for name, p in net.named_parameters()}
 
 
 def test_cells_of_accumulation(ranks: Ranks, tmp_path: Path) -> None:
     ones = torch.ones(5)
     for cells in ranks(2, accumulate, str(tmp_path)):
         assert list(cells) == CELLS
-        for cell, (window, twice, stepped, zeroed, last) in cells.items():
-            assert window["often"].tolist() == [2.5] * 3, cell
-            assert window["rarely"].tolist() == [1.0] * 5, cell
-            assert twice["often"].tolist() == [4.5] * 3, cell
+        for place, (once, twice, stepped, zeroed, last) in cells.items():
+            assert once["often"].tolist() == [2.5] * 3, place
+            assert once["rarely"].tolist() == [1.0] * 5, place
+            assert twice["often"].tolist() == [4.5] * 3, place
             torch.testing.assert_close(stepped, {"often": torch.full((3,), -4.5), "rarely": 0 * ones}, atol=0, rtol=0)
             torch.testing.assert_close(zeroed, {"often": torch.zeros(3), "rarely": 0 * ones}, atol=0, rtol=0)
-            assert (last["often"].tolist(), last["rarely"]) == ([2.0] * 3, None), cell
+            assert (last["often"].tolist(), last["rarely"]) == ([2.0] * 3, None), place
 
 
 # ------------------------------------------------------------------------------------------------ half precision
