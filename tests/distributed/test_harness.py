@@ -17,6 +17,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
+from tests.glue.oracle import QUIET
 from tests.harness import Ranks, RanksFailed, RanksHung, WorkerPool, run_python
 
 
@@ -99,10 +100,7 @@ def fit_with_ddp(rank: int, world_size: int) -> tuple[int, int, torch.Tensor]:
         strategy="ddp",
         max_steps=2,
         limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     model = BoringModel()
     trainer.fit(model)

@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 
 from lightning_parallel import TensorPipelineStrategy
 from tests.glue import launched
-from tests.glue.oracle import assert_same
+from tests.glue.oracle import QUIET, assert_same
 from tests.harness import run_python
 from tests.harness.pool import free_port
 from tests.harness.process import ROOT
@@ -35,10 +35,7 @@ def plain() -> dict[str, Any]:
         accelerator="cpu",
         devices=1,
         max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         num_sanity_val_steps=0,
         callbacks=[record],
     )

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_parallel import TensorPipelineStrategy
-from tests.glue.oracle import PLAN, Classifier, Samples
+from tests.glue.oracle import PLAN, QUIET, Classifier, Samples
 
 STEPS = 10
 BATCH = 8
@@ -56,10 +56,7 @@ def train(tensor: int, pipeline: int, devices: int, watch: bool = False) -> dict
         devices=devices,
         strategy=strategy,
         max_steps=STEPS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         callbacks=[losses, NoHiddenWait()] if watch else [losses],
     )
     module = Classifier()

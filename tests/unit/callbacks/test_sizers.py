@@ -23,6 +23,7 @@ from lightning_parallel.callbacks import (
 from lightning_parallel.callbacks.counting import BatchCounter
 from lightning_parallel.scaling.plan import SizingGoal
 from lightning_parallel.scaling.shapes import AspectRule
+from tests.glue.oracle import QUIET
 
 LENGTH, VOCABULARY = 8, 16
 RULE = AspectRule(aspect=8, head_size=4)
@@ -61,13 +62,7 @@ class Sized(LightningModule):
 
 
 def trainer(*callbacks: Any, **kwargs: Any) -> Trainer:
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return Trainer(accelerator="cpu", devices=1, callbacks=list(callbacks), **{**quiet, **kwargs})
+    return Trainer(accelerator="cpu", devices=1, callbacks=list(callbacks), **{**QUIET, **kwargs})
 
 
 def parameters(layers: int) -> int:
