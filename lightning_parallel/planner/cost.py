@@ -9,7 +9,7 @@ from lightning_parallel.planner.kernels import Kernels, block_kernels, head_kern
 from lightning_parallel.planner.links import Group, all_gather_seconds, all_reduce_seconds, send_seconds
 from lightning_parallel.planner.stages import blocks_per_stage, stage_parameters
 
-__all__ = ["StepTime", "step_time"]
+__all__ = ["StepTime", "hop_seconds", "idle_share", "step_time"]
 
 # Part of the tensor-parallel collectives of a backward that runs beside the products for weight gradients; hand-written
 # layers start them early, autograd runs them in order.
@@ -20,8 +20,9 @@ DATA_OVERLAP = 0.65
 CONTENTION = 0.25
 # Part of a block's attention that the ring of a context group runs beside.
 CONTEXT_OVERLAP = 0.7
-# Part of the sends between stages that a stage waits for in the steady state.
-SEND_EXPOSED = 0.45
+# Part of the sends between stages that a stage waits for in the steady state, where a schedule has other work to do
+# meanwhile. Under 1F1B it waits for all of them: p micro-batches go round through 2 (p - 1) sends.
+SEND_EXPOSED = 0.07
 # Selective recomputation beside fused attention repeats every other matrix product in torch, none in Megatron.
 SELECTIVE_PRODUCTS = {"fused": 0.0, "plain": 0.6}
 # Bytes per parameter and micro-batch for adding up gradients: 16-bit gradients are written, read, added to a second
@@ -29,9 +30,10 @@ SELECTIVE_PRODUCTS = {"fused": 0.0, "plain": 0.6}
 GRADIENT_TRAFFIC = {"fused": 1.0, "plain": 16.0}
 # Bytes per parameter of an Adam step: gradient, master weight and two moments in 32 bit, read and written; the norm.
 OPTIMIZER_TRAFFIC = 34.0
-# Idle time of schedules with split backwards as part of that of 1F1B: one third in theory for ZB-H1, none for ZB-H2 and
-# ZB-V; 0.35 to 0.6 and 0 to 0.18 in table 4 of Qi et al. 2024.
-SPLIT_BUBBLE = {"zero-bubble": 0.45, "zb-h2": 0.07, "zb-v": 0.05}
+# Idle time of a step besides sends, in passes of a stage: a part of the p - 1 of 1F1B, and from 8 stages on a constant
+# for the ends. One v-th for v interleaved chunks; with split backwards in theory a third for ZB-H1, none for ZB-H2 and
+# ZB-V. From the bubble rates in tables 5 and 8 of Qi et al. 2024 (8 to 32 stages), for all numbers of micro-batches.
+IDLE_PASSES = {"interleaved": (1.0, 0.33), "zero-bubble": (0.445, 1.1), "zb-h2": (0.12, 1.8), "zb-v": (0.13, 0.95)}
 # Bytes per second that a CPU's Adam moves, and those of an NVMe disk, per GPU: DeepSpeed's CPU Adam and a striped disk.
 CPU_ADAM_BYTES = 12e9
 NVME_BYTES = 3e9
@@ -125,17 +127,50 @@ def _context_seconds(job: TrainingJob, split: Candidate, block: Kernels) -> floa
 
 def _bubble(split: Candidate, others: float) -> float:
     """Idle seconds of the slowest rank: the other stages' micro-batch, once (equal stages: (p - 1) (tF + tB))."""
-    return others * SPLIT_BUBBLE.get(split.schedule, 1.0) / split.virtual_stages
+    if split.pipeline == 1:
+        return 0.0
+    part, ends = IDLE_PASSES.get(split.schedule, (1.0, 0.0))
+    return others * (part / split.virtual_stages + ends / max(7, split.pipeline - 1))
 
 
 def _send_seconds(job: TrainingJob, split: Candidate, micro_batches: int) -> float:
     if split.pipeline == 1:
         return 0.0
-    size = split.micro_batch_tokens(job) * job.shape.hidden * 2.0 / (split.tensor if split.sequence_parallel else 1)
-    one = send_seconds(job.cluster, size, across=split.world_size > job.cluster.link_domain)
-    # Interleaved schedules send v times as often, but have other chunks to compute meanwhile.
-    often = split.virtual_stages / 2 if split.virtual_stages > 1 else 1
-    return 2 * one * (split.pipeline - 1 + SEND_EXPOSED * micro_batches * often)
+    return 2 * hop_seconds(job, split) * (split.pipeline - 1 + _exposed_sends(split, micro_batches))
+
+
+def hop_seconds(job: TrainingJob, split: Candidate) -> float:
+    """Seconds of a send from one stage to the next, the mean of those inside a node and those across."""
+    # Each tensor rank sends its part (Megatron's scatter and gather, DeepSpeed's partitioned pipes).
+    size = split.micro_batch_tokens(job) * job.shape.hidden * 2.0 / split.tensor
+    hops = split.pipeline - 1
+    stride = split.tensor * split.data * split.context
+    nodes = -(-split.pipeline * stride // job.cluster.link_domain)
+    crossing = min(1.0, (nodes - 1) / hops)
+    return send_seconds(job.cluster, size, across=crossing)
+
+
+def _exposed_sends(split: Candidate, micro_batches: int) -> float:
+    """Sends, each way, that the slowest rank waits for beyond the first and last micro-batch."""
+    if split.schedule == "1f1b" and split.virtual_stages == 1:
+        return micro_batches * (split.pipeline - 1) / split.pipeline
+    return SEND_EXPOSED * micro_batches * split.virtual_stages
+
+
+def idle_share(split: Candidate, micro_batches: int, send: float = 0.0) -> float:
+    """Part of a step that equal stages spend waiting for each other: what papers call the bubble rate.
+
+    Args:
+        split: its stages and their schedule.
+        micro_batches: in one step.
+        send: seconds of a send between neighbours over those of a pass (forward and backward) of a stage.
+
+    >>> f"{idle_share(Candidate(pipeline=4), 8):.3f}"
+    '0.273'
+    """
+    passes = _bubble(split, split.pipeline - 1.0)
+    passes += 2 * send * (split.pipeline - 1 + _exposed_sends(split, micro_batches)) if split.pipeline > 1 else 0.0
+    return passes / (micro_batches + passes)
 
 
 def _data_group(job: TrainingJob, split: Candidate) -> Group:
@@ -160,7 +195,7 @@ def _reduction_seconds(job: TrainingJob, split: Candidate, parameters: float, pa
     group = _data_group(job, split)
     if group.size == 1 or split.zero_stage == 3:
         return 0.0
-    gradients = parameters * job.gradient_bytes
+    gradients = parameters * min(4.0, job.gradient_bytes)
     if split.zero_stage == 0:
         seconds = all_reduce_seconds(job.cluster, group, gradients)
     else:

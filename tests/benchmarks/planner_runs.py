@@ -7,15 +7,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lightning_parallel.planner.cost import step_time
+from lightning_parallel.planner.cost import hop_seconds, idle_share, step_time
 from lightning_parallel.planner.hardware import GIB, Cluster, find_gpu
 from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.memory import memory_by_stage, worst_stage
 from lightning_parallel.planner.model_shape import ModelShape
 
-__all__ = ["RUNS", "Outcome", "Run", "predict", "read_runs"]
+__all__ = ["BUBBLES", "RUNS", "Outcome", "Run", "bubble_errors", "predict", "read_runs"]
 
 RUNS = Path(__file__).resolve().parents[1] / "data" / "training_runs.csv"
+BUBBLES = RUNS.with_name("bubble_rates.csv")
 
 Row = Mapping[str, str]
 
@@ -82,6 +83,22 @@ def predict(runs: Iterable[Run]) -> list[Outcome]:
     return [_outcome(run) for run in runs]
 
 
+def bubble_errors(runs: Iterable[Run], path: Path = BUBBLES) -> list[float]:
+    """Predicted less printed idle share of pipelines with equal stages, on the jobs of the runs that they belong to."""
+    jobs = {(r.job.shape.hidden, r.split.micro_batches(r.job)): r for r in runs if r.source.startswith("ZeroBubble")}
+    errors = []
+    with path.open() as file:
+        for row in csv.DictReader(file):
+            micro_batches = int(row["micro_batches"])
+            run = jobs[int(row["hidden"]), micro_batches]
+            kind = {"schedule": row["schedule"], "virtual_stages": int(row["virtual_stages"])}
+            split = replace(run.split, pipeline=int(row["stages"]), **kind)
+            time = step_time(run.job, split)
+            send = hop_seconds(run.job, split) * micro_batches / (time.compute + time.tensor)
+            errors.append(idle_share(split, micro_batches, send) - float(row["rate"]))
+    return errors
+
+
 def _outcome(run: Run) -> Outcome:
     splits = [run.split]
     if not run.row["micro_batch"]:
@@ -100,7 +117,11 @@ def _run(row: Row) -> Run:
     fused = any(name in row["source"] for name in _FUSED) and not any(
         name in row["source"] + row["model"] + row["runtime"] for name in _UNFUSED
     )
-    sums_in_32_bit = fused or "nanotron" in row["source"] or (row["source"] == "BigScience-176B" and _is_bf16(row))
+    sums_in_32_bit = fused or "nanotron" in row["source"]
+    states = "fp32-gradients" if sums_in_32_bit else "mixed"
+    if row["source"] == "BigScience-176B" and row["precision"] == "bf16":
+        # DeepSpeed's optimizer for bf16 keeps the 16-bit gradients beside their 32-bit sum.
+        states = "both-gradients"
     job = TrainingJob(
         _shape(row),
         cluster,
@@ -108,15 +129,11 @@ def _run(row: Row) -> Run:
         precision=row["precision"],
         attention=row["attention"],
         kernels="fused" if fused else "plain",
-        states="fp32-gradients" if sums_in_32_bit else "mixed",
+        states=states,
     )
     # Printed memory is in GiB, also where it says GB: nvidia-smi and torch both count in powers of two.
     seconds, memory = (float(row[name]) if row[name] else None for name in ("seconds", "memory"))
     return Run(row, job, _split(row), seconds, memory)
-
-
-def _is_bf16(row: Row) -> bool:
-    return row["precision"] == "bf16"
 
 
 def _shape(row: Row) -> ModelShape:

@@ -6,8 +6,9 @@ import statistics
 
 import pytest
 
+from lightning_parallel.planner.search import USABLE_MEMORY
 from tests.benchmarks.planner_accuracy import PAGE, Spread, by_source, page, sweeps, timed, weighed
-from tests.benchmarks.planner_runs import Outcome, predict, read_runs
+from tests.benchmarks.planner_runs import Outcome, bubble_errors, predict, read_runs
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +37,19 @@ def test_sweeps(outcomes: list[Outcome]) -> None:
     assert len(found) >= 13
     assert right >= 0.80 * pairs
     assert statistics.mean(sweep.regret for sweep in found) <= 0.04
+
+
+def test_printed_bubble_rates(outcomes: list[Outcome]) -> None:
+    errors = bubble_errors(outcome.run for outcome in outcomes)
+    assert len(errors) > 50
+    assert max(map(abs, errors)) <= 0.015
+
+
+def test_runs_that_did_not_fit(outcomes: list[Outcome]) -> None:
+    failed = [o for o in outcomes if o.run.out_of_memory]
+    assert len(failed) > 3
+    missed = [o.run.row["id"] for o in failed if o.gib <= o.run.job.cluster.gpu.memory_gib * USABLE_MEMORY]
+    assert missed == ["BS-957"], "the page tells why"
 
 
 def test_the_page_is_up_to_date(outcomes: list[Outcome]) -> None:
