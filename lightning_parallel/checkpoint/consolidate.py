@@ -251,6 +251,17 @@ class ModelShards:
         self.module.load_state_dict(state, strict=False)
 
     # -------------------------------------------------------------- copies that callbacks keep
+    def split_copy(self, whole: nn.Module, copy: Callable[[], nn.Module]) -> ModelShards:
+        """The local part of a copy of the plain module.
+
+        Args:
+            whole: the copy.
+            copy: makes a copy of the parallel module, which takes over the values.
+        """
+        shards = self.of(copy())
+        shards.load_full_state_dict(whole.state_dict(), False)
+        return shards
+
     def show_whole(self) -> Callable[[], None]:
         """Makes `state_dict()` of the module return full tensors, also as a part of another module.
 

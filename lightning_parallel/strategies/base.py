@@ -369,7 +369,7 @@ class PartitionedStrategy(DDPStrategy):
         Raises:
             SIGTERMException: a rank received SIGTERM when no step was left to stop at.
         """
-        self._sight.close()
+        self._sight.close(meets=not self._failed)
         if self._runner is not None:
             self._runner.close()
         if self._sharding is not None and self._failed:

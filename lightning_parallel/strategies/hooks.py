@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -13,7 +14,7 @@ from lightning.pytorch.callbacks import ModelSummary
 from lightning_parallel.strategies import _compat
 from lightning_parallel.strategies.whole_view import WholeView
 
-__all__ = ["show_in_hooks"]
+__all__ = ["hooks_of", "show_in_hooks", "wrap_hook"]
 
 # Failed ranks run it alone; data hooks run for every batch and have no business with weights.
 _LEFT_ALONE = frozenset({"on_exception", "on_before_batch_transfer", "on_after_batch_transfer"})
@@ -34,10 +35,9 @@ def show_in_hooks(trainer: Trainer, view: WholeView) -> Callable[[], None]:
     for owner in (trainer.lightning_module, *_compat.callbacks_of(trainer)):
         if id(owner) in holders or id(getattr(owner, "_average_model", None)) in holders:
             continue  # averages the parts
-        for name in _hooks_of(owner):
-            own = vars(owner).get(name)
-            undo.append(partial(delattr, owner, name) if own is None else partial(setattr, owner, name, own))
-            setattr(owner, name, _InWholeView(getattr(owner, name), view))
+        for name in hooks_of(owner):
+            if _sees_whole(owner, name, getattr(owner, name)):
+                undo.append(wrap_hook(owner, name, partial(view.shown, name)))
 
     def undo_all() -> None:
         for step in reversed(undo):
@@ -47,13 +47,20 @@ def show_in_hooks(trainer: Trainer, view: WholeView) -> Callable[[], None]:
     return undo_all
 
 
-def _hooks_of(owner: Any) -> Iterator[str]:
+def hooks_of(owner: Any) -> Iterator[str]:
+    """Names of the hooks that may look at the model."""
     kind: type = LightningModule if isinstance(owner, LightningModule) else Callback
     names = [name for name in dir(kind) if name.startswith("on_") and name not in _LEFT_ALONE]
     for name in names + [name for name in _MORE if hasattr(kind, name)]:
-        hook = getattr(owner, name)
-        if callable(hook) and _sees_whole(owner, name, hook):
+        if callable(getattr(owner, name)):
             yield name
+
+
+def wrap_hook(owner: Any, name: str, around: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
+    """Runs a hook inside of a context. Returns a function that undoes it."""
+    own = vars(owner).get(name)
+    setattr(owner, name, _Wrapped(getattr(owner, name), around))
+    return partial(delattr, owner, name) if own is None else partial(setattr, owner, name, own)
 
 
 def _sees_whole(owner: Any, name: str, hook: Any) -> bool:
@@ -65,16 +72,16 @@ def _sees_whole(owner: Any, name: str, hook: Any) -> bool:
     return str(getattr(function, "__module__", "")).partition(".")[0] not in _KNOWS_PARTS
 
 
-class _InWholeView:
-    """A hook that runs while the whole model is shown. Copies and pickles as the hook itself."""
+class _Wrapped:
+    """A hook that runs inside of a context. Copies and pickles as the hook itself."""
 
-    def __init__(self, hook: Callable[..., Any], view: WholeView) -> None:
+    def __init__(self, hook: Callable[..., Any], around: Callable[[], AbstractContextManager[None]]) -> None:
         update_wrapper(self, hook)
         self.hook = hook
-        self.view = view
+        self.around = around
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.view.shown():
+        with self.around():
             return self.hook(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:

@@ -176,12 +176,9 @@ class Partition:
                 state dict is whole again so that callbacks can save it.
         """
         for holder, attribute, whole in copies:
-            values = whole.state_dict()
-            part = _compat.copy_module(self.module, {})
-            shards = self.shards.of(part)
-            shards.load_full_state_dict(values, False)
+            shards = self.shards.split_copy(whole, lambda: _compat.copy_module(self.module, {}))
             self.copies.append((holder, attribute, shards, shards.show_whole()))
-            setattr(holder, attribute, part)
+            setattr(holder, attribute, shards.module)
 
     def restore(self, keep_weights: bool) -> None:
         """Puts the plain module back, on the CPU. Collective over the replica if `keep_weights`.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_parallel.checkpoint.consolidate import ModelShards, on_cpu
 from lightning_parallel.mesh import gather_groups
@@ -41,7 +42,7 @@ def shard_units(
     numbered = {p: units[name] for name, p in partition.originals.items()}
     sharder = UnitSharder(numbered, optimizers, partition.mesh.data, options, gatherer, trains)
     partition.units = sharder
-    partition.shards = UnitWeights(partition.shards, sharder)
+    partition.shards = UnitWeights(partition.shards, sharder, partition.originals)
     return sharder
 
 
@@ -51,11 +52,13 @@ class UnitWeights(ModelShards):
     Args:
         plain: knows names and shapes.
         sharder: knows where the values are.
+        parameters: of the model, by name.
     """
 
-    def __init__(self, plain: ModelShards, sharder: UnitSharder) -> None:
+    def __init__(self, plain: ModelShards, sharder: UnitSharder, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__(plain.module, plain.tags, plain.keys, plain.mesh, plain.plan, plain._join, plain._cut)
         self._sharder = sharder
+        self._parameters = parameters
 
     @property
     def is_whole(self) -> bool:
@@ -64,7 +67,7 @@ class UnitWeights(ModelShards):
 
     def full_parameters(self, keep: bool = True) -> dict[str, torch.Tensor]:
         """Every parameter once, on the CPU, one unit at a time."""
-        names = {id(p): name for name, p in self.module.named_parameters()}
+        names = {id(p): name for name, p in self._parameters.items()}
         found: dict[str, torch.Tensor] = {}
         self._sharder.full_values(lambda p, full: found.update({names[id(p)]: on_cpu(full, keep)}))
         return {name: found[name] for name in self.tags}
@@ -73,8 +76,63 @@ class UnitWeights(ModelShards):
         """Takes part in `full_state_dict` of the first replica."""
         return self.full_state_dict(keep=False)
 
+    @torch.no_grad()
+    def split_copy(self, whole: nn.Module, copy: Callable[[], nn.Module]) -> ModelShards:
+        """Leaves this rank's shares in a copy of the plain module."""
+        for name, p in whole.named_parameters():
+            bucket, place = self._sharder.bucket_of(self._parameters[name])
+            share = bucket.cut(place, p.detach().to(bucket.own.device))
+            p.data = bucket.own.new_empty(0) if share is None else share
+        return _CopyWeights(whole, self)
+
+    def gather_shares(self, shares: Mapping[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
+        """Whole parameters of a copy, on the CPU. Collective over the replicas."""
+        found = {}
+        for name in self.tags:
+            bucket, place = self._sharder.bucket_of(self._parameters[name])
+            found[name] = on_cpu(bucket.gather_one(place, shares[name].detach()), keep)
+        return found
+
     def put(self, state: Mapping[str, Any]) -> None:
         """Takes this rank's part of parameters, and everything else."""
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        self._sharder.write_values((parameters[key], value) for key, value in state.items() if key in parameters)
-        self.module.load_state_dict({k: v for k, v in state.items() if k not in parameters}, strict=False)
+        named = {key: name for key, name in self.keys.items() if key in state}
+        self._sharder.write_values((self._parameters[name], state[key]) for key, name in named.items())
+        self.module.load_state_dict({k: v for k, v in state.items() if k not in named}, strict=False)
+
+
+class _CopyWeights(ModelShards):
+    """The weights of a copy of the module that a callback keeps, of which each rank has its shares.
+
+    Args:
+        copy: whose parameters are shares.
+        model: knows whose.
+    """
+
+    def __init__(self, copy: nn.Module, model: UnitWeights) -> None:
+        super().__init__(copy, model.tags, model.keys, model.mesh, model.plan, model._join, model._cut)
+        self._model = model
+
+    def full_parameters(self, keep: bool = True) -> dict[str, torch.Tensor]:
+        """Every parameter once, on the CPU. Collective over the replicas."""
+        return self._model.gather_shares(dict(self.module.named_parameters()), keep)
+
+    def show_whole(self) -> Callable[[], None]:
+        """Makes `state_dict()` collective over the replicas; ranks other than the first get meta tensors."""
+        return self.module.register_state_dict_post_hook(_WholeCopy(self)).remove
+
+
+class _WholeCopy:
+    """The hook of `_CopyWeights.show_whole`; further copies of the copy are served by the same hook."""
+
+    def __init__(self, weights: _CopyWeights) -> None:
+        self.weights = weights
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _WholeCopy:
+        return self
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        weights = self.weights
+        whole = weights._model.gather_shares(dict(module.named_parameters()), keep=weights.mesh.rank == 0)
+        for key in state:
+            if key.startswith(prefix) and key.removeprefix(prefix) in weights.keys:
+                state[key] = whole[weights.keys[key.removeprefix(prefix)]]

@@ -99,6 +99,7 @@ class StepRunner:
         self.hooks: list[Any] = []
         self.accumulating = False
         self.manual_share: torch.Tensor | None = None
+        self.settle: Callable[[], None] = _nothing  # before ranks that took steps of their own do something together
         self._combine = ReplicaCombiner(mesh)
         self._share = TreeBroadcast(mesh)
         self._state = StepState(module, mesh)
@@ -298,6 +299,7 @@ class StepRunner:
         fx, batch_idx, dataloader_idx = where
         if not ends_dataloader(self.trainer, batch_idx, dataloader_idx):
             return
+        self.settle()
         mine = _compat.running_sums(collection, fx, also_on_step=not lockstep)
         sums: dict[str, tuple[float, float]] = {}
         for part in comm.gather_objects(mine, self.mesh.data_control):
@@ -374,6 +376,10 @@ def _with_loss(output: Any, loss: torch.Tensor | None) -> Any:
     if loss is None:
         return output
     return {**output, "loss": loss} if isinstance(output, dict) else loss
+
+
+def _nothing() -> None:
+    pass
 
 
 @lru_cache(maxsize=64)

@@ -242,7 +242,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
             sync_logs=self.sync_logs,
         )
         runner = StepRunner(trainer, module, mesh, PipelineRuntime(mesh, partition.cut), options)
-        runner.random = random
+        runner.random, runner.settle = random, self._sight.meet
         local = partition.local_parameters
         sharding = self._sharding if partition is self._trained else None
         if sharding is not None:
@@ -377,7 +377,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
         batch, counts = self._evaluation_samples.keep_real(args[0], loader, loader_idx)
 
         def call(part: Any) -> Any:
-            with self._sight.watched(name), context():
+            with self._sight.watched(name, lockstep), context():
                 return getattr(module, name)(part, *args[1:], **kwargs)
 
         lockstep = divides_evenly(loader, self.layout.data)
@@ -393,7 +393,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
         self._predictions.note(args[0], loader, loader_idx, self.layout.data)
 
         def call(part: Any) -> Any:
-            with self._sight.watched("predict_step"), self.precision_plugin.predict_step_context():
+            with self._sight.watched("predict_step", False), self.precision_plugin.predict_step_context():
                 return module.predict_step(part, *args[1:], **kwargs)
 
         with self._sight.hidden():

@@ -12,18 +12,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.gradient_sync import GradientCompleter
+from lightning_parallel.mesh import Mesh
 from lightning_parallel.strategies.partition import Partition
 from lightning_parallel.whole.reads import ServedReads
 from lightning_parallel.whole.tensor import WholeParameter, WholeTensor
 
-__all__ = ["WholeView"]
+__all__ = ["WeightsValue", "WholeView"]
 
 
-class _Weights:
+class WeightsValue:
     """Values of one parameter, in `local` on this rank."""
 
     def __init__(self, view: WholeView, name: str, local: Tensor) -> None:
@@ -53,8 +54,8 @@ class _Weights:
     def requires_grad(self, value: bool) -> None:
         self.local.requires_grad_(value)
 
-    def copy(self) -> _Weights:
-        return _Weights(self.view, self.name, self.local.detach().clone())
+    def copy(self) -> WeightsValue:
+        return WeightsValue(self.view, self.name, self.local.detach().clone())
 
 
 class _Gradient:
@@ -156,7 +157,7 @@ class WholeView:
         self.completer = completer
         self.optimizers = optimizers
         self.accumulating = False
-        self.reads = ServedReads(partition.mesh.model_control)
+        self.reads = ServedReads(self._readers(partition.mesh))
         self._present = self.reads.register(self._gather_presence)
         self._presence: dict[str, bool] | None = None
         self._stand_ins: dict[int, Tensor] = {}  # id of what the step uses -> what hooks see
@@ -172,12 +173,8 @@ class WholeView:
     def _make_stand_ins(self) -> None:
         pipeline = self.partition.mesh.pipeline is not None
         for name, p in self.partition.module.named_parameters():
-            tag = self.partition.tags[name]
-            if not pipeline and tag.shard is None and not tag.partial_gradient:
-                continue  # every rank has it whole
-            value, gradient = _Weights(self, name, p), _Gradient(self, name, p)
-            outline = self.outline(name, p.dtype)
-            self._stand_ins[id(p)] = WholeParameter.of(value, gradient, outline, p.device)
+            if self._is_shown(name):
+                self._stand_ins[id(p)] = self._make_stand_in(name, p)
         for name, buffer in self.partition.module.named_buffers() if pipeline else ():
             outline = torch.empty_like(buffer, device="meta")
             self._stand_ins[id(buffer)] = WholeTensor(_Buffer(self, name, buffer), outline, buffer.device)
@@ -186,6 +183,20 @@ class WholeView:
             for registry in registries:
                 self._places += [(registry, n, t) for n, t in registry.items() if id(t) in self._stand_ins]
         self._locals = {id(self._stand_ins[id(tensor)]): tensor for _, _, tensor in self._places}
+
+    @staticmethod
+    def _readers(mesh: Mesh) -> Any:
+        """The ranks that have parts of a value."""
+        return mesh.model_control
+
+    def _is_shown(self, name: str) -> bool:
+        """Whether not every rank has a parameter whole."""
+        tag = self.partition.tags[name]
+        return self.partition.mesh.pipeline is not None or tag.shard is not None or tag.partial_gradient
+
+    def _make_stand_in(self, name: str, p: nn.Parameter) -> Tensor:
+        value, gradient = WeightsValue(self, name, p), _Gradient(self, name, p)
+        return WholeParameter.of(value, gradient, self.outline(name, p.dtype), p.device)
 
     def has_gradient(self, name: str) -> bool:
         """Whether any rank has a gradient of a parameter. All are asked for at once, and once per hook."""
@@ -207,8 +218,12 @@ class WholeView:
 
     # -------------------------------------------------------------- showing and hiding
     @contextmanager
-    def shown(self) -> Iterator[None]:
-        """User code inside sees whole values; every rank of the replica enters and leaves. May be nested."""
+    def shown(self, hook: str = "") -> Iterator[None]:
+        """User code inside sees whole values; every rank of the replica enters and leaves. May be nested.
+
+        Args:
+            hook: name of the hook that runs inside.
+        """
         if self.reads.is_open:
             yield
             return

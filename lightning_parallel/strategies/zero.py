@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning_parallel.strategies.config import LossWeight, ZeroConfig
@@ -60,3 +62,18 @@ class ZeroStrategy(TensorPipelineStrategy):
             bucket_bytes=bucket_bytes,
             **kwargs,
         )
+
+    @contextmanager
+    def full_params(self) -> Iterator[None]:
+        """Inside, every parameter of the module is whole on every rank, and changes to it count.
+
+        To be entered on every rank, which all make the same changes. Of use in stage 3 alone, and there not needed in
+        hooks, which see whole parameters one by one as they look at them; in steps, for parameters of blocks outside of
+        these, and where many are used together. It takes the memory of the whole model.
+        """
+        units = None if self._partition is None or self._partition.restored else self._partition.units
+        if units is None:
+            yield
+            return
+        with self._sight.hidden(), units.gatherer.full():
+            yield

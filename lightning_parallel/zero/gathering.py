@@ -102,6 +102,7 @@ class UnitGatherer:
         self._rounds = Rounds(control)
         self._in_step = False
         self._in_backward = False
+        self.is_free = False
         self._pinned = False
         self._last: Unit | None = None
         self._storages: dict[int, tuple[Unit, UnitBucket]] = {}
@@ -136,15 +137,19 @@ class UnitGatherer:
 
     # -------------------------------------------------------------- steps
     @contextmanager
-    def step(self, kind: str) -> Iterator[None]:
-        """Around what computes with parameters. Every rank enters and leaves it. May be nested.
+    def step(self, kind: str, lockstep: bool = True) -> Iterator[None]:
+        """Around what computes with parameters. May be nested.
 
         Args:
             kind: steps of one kind are expected to use units in the same order.
+            lockstep: every rank enters and leaves it. Otherwise ranks take as many steps as they like, and `settle`
+                before they do anything else together.
         """
         if self._in_step:
             yield
             return
+        if lockstep:
+            self.settle()
         self._residency.order.begin(kind)
         self._last, self._in_step = None, True
         for unit in self.units:
@@ -153,11 +158,19 @@ class UnitGatherer:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 self._bring(self.root)
                 yield
-            self.meet()
+            if lockstep:
+                self.meet()
+            self.is_free = not lockstep
         finally:
             self._in_step = False
         if not torch.is_grad_enabled():
             self.drop_all()
+
+    def settle(self) -> None:
+        """After steps that were not in lockstep: serves the others until all have taken theirs."""
+        if self.is_free:
+            self.meet()
+            self.is_free = False
 
     def begin_backward(self) -> None:
         """A backward pass follows, in which modules may run again."""
@@ -302,6 +315,7 @@ class UnitGatherer:
             return
         if self._in_step or self._in_backward:
             self.meet()
+        self.settle()
         self._pinned = True
         for unit in self.units:
             self._gather(unit)

@@ -132,6 +132,15 @@ class UnitBucket(ShardBucket):
         """Whether the host would not have to wait for the sum of gradients that is on its way."""
         return self._work is None or self.own.device.type == "cuda" or self._work.is_completed()
 
+    def gather_one(self, place: int, share: Tensor) -> Tensor:
+        """One parameter, or a copy of it, from every rank's share. Collective over the group."""
+        shape = self.parameters[place].shape
+        ranges = [self.layout.piece(place, rank) or (0, 0) for rank in range(comm.group_size(self.gather_group))]
+        sizes = [stop - start for start, stop in ranges]
+        if not any(sizes):
+            return share.new_empty(shape)
+        return comm.all_gather_dim(share.reshape(-1), self.gather_group, 0, sizes).view(shape)
+
     def write(self, place: int, full: Tensor) -> None:
         """Takes this rank's part of a parameter's new values."""
         part, new = self.own_part(place, self.own), self.cut(place, full)

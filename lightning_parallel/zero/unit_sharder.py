@@ -114,10 +114,11 @@ class UnitSharder(ZeroSharder):
 
     # -------------------------------------------------------------- steps
     @contextmanager
-    def step(self, kind: str) -> Iterator[None]:
+    def step(self, kind: str, lockstep: bool = True) -> Iterator[None]:
         """Around everything that computes with parameters; see `UnitGatherer.step`."""
-        self.refresh()
-        with self.gatherer.step(kind):
+        if lockstep:
+            self.refresh()
+        with self.gatherer.step(kind, lockstep):
             yield
 
     def prepare(self) -> None:
@@ -158,7 +159,18 @@ class UnitSharder(ZeroSharder):
     @torch.no_grad()
     def write_values(self, values: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
         """Replaces the values of some parameters, of which this rank takes its parts."""
-        places = {id(p): (bucket, place) for bucket in self.unit_buckets for place, p in enumerate(bucket.parameters)}
         for p, full in values:
-            bucket, place = places[id(p)]
+            bucket, place = self.bucket_of(p)
             bucket.write(place, full)
+
+    def bucket_of(self, parameter: Tensor) -> tuple[UnitBucket, int]:
+        """Bucket and slot of a parameter, frozen or not."""
+        buckets = self.gatherer.units[self._units[id(parameter)]].buckets
+        places = ((b, place) for b in buckets for place, p in enumerate(b.parameters) if p is parameter)
+        return next(places)
+
+    def share_of(self, parameter: Tensor) -> Tensor:
+        """This rank's part of a parameter's values; empty if it owns nothing of it."""
+        bucket, place = self.bucket_of(parameter)
+        part = bucket.own_part(place, bucket.own)
+        return bucket.own.new_empty(0) if part is None else part

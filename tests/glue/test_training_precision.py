@@ -179,7 +179,7 @@ class Injects(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.scales.append(scaler.get_scale() if scaler is not None else 1.0)
-        self.weights.append([p.detach().clone() for p in held(trainer, module).values()])
+        self.weights.append([p.detach().clone() for p in module.parameters()])
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]

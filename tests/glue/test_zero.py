@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_parallel import ZeroStrategy
 from lightning_parallel.zero.memory import state_bytes
 from tests.glue.checkpointing import TiedGPT, assert_same_file, on_layout, run_both, train
-from tests.glue.oracle import Classifier, Layout, Samples, Scenario, Site, assert_same, check, observe
+from tests.glue.oracle import Classifier, Layout, Samples, Scenario, Site, assert_same, check, held, observe
 from tests.glue.test_callbacks import averaged, finetuned
 from tests.glue.test_training_layouts import clipped_windows
 from tests.glue.test_training_optimizers import (
@@ -102,7 +102,7 @@ def test_f27_files_are_plain_and_every_layout_continues_every_other(ranks: Ranks
     kinds = ("window", "middle", "epoch")
     expected = on_layout(ranks, None, resumed, plain, [plain / f"{kind}.ckpt" for kind in kinds])[0]
     previous = plain
-    for layout, stage in (((1, 1, 2), 1), ((1, 1, 2), 2), ((1, 2, 2), 2)):
+    for layout, stage in (((1, 1, 2), 1), ((1, 1, 2), 3), ((1, 2, 2), 2)):
         own = tmp_path / f"{layout}-{stage}"
         own.mkdir()
         sources = [origin / f"{kind}.ckpt" for origin, kind in zip((plain, previous, own), kinds, strict=True)]
@@ -117,9 +117,9 @@ def test_f27_files_are_plain_and_every_layout_continues_every_other(ranks: Ranks
     assert_same(found, expected, "a plain run goes on")
 
 
-@pytest.mark.parametrize("kind", ["ema", "swa"])
-def test_f32_averages_are_those_of_full_weights(ranks: Ranks, kind: str, tmp_path: Path) -> None:
-    assert len(run_both(ranks, (1, 1, 2), tmp_path, averaged, kind, zero_stage=2)) == 9
+@pytest.mark.parametrize(("kind", "stage"), [("ema", 2), ("ema", 3), ("swa", 3)])
+def test_f32_averages_are_those_of_full_weights(ranks: Ranks, kind: str, stage: int, tmp_path: Path) -> None:
+    assert len(run_both(ranks, (1, 1, 2), tmp_path, averaged, kind, zero_stage=stage)) == 9
 
 
 # ------------------------------------------------------------------------------------------------ by name
@@ -145,7 +145,10 @@ class Sizes(Callback):
         state = trainer.optimizers[0].state
         moments = [value for entry in state.values() for key, value in entry.items() if key != "step"]
         self.optimizer = sum(value.numel() * value.element_size() for value in moments) / count
-        self.parameters = sum(p.numel() * p.element_size() for p in module.parameters()) / count
+        buckets = trainer.strategy._sharding.sharder.buckets
+        kept = [*held(trainer, module).values(), *(bucket.own for bucket in buckets)]
+        found = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in kept}
+        self.parameters = sum(found.values()) / count
 
 
 def by_name(rank: int, world_size: int, name: str) -> Any:
@@ -161,7 +164,7 @@ def test_names_shard_the_state(ranks: Ranks, stage: int) -> None:
     expected = state_bytes(stage, 2)
     for parameters, optimizer, kind, found in ranks(2, by_name, f"zero{stage}", launch="lightning"):
         assert (kind, found) == ("ZeroStrategy", stage)
-        assert parameters == pytest.approx(expected.parameters)
+        assert parameters == pytest.approx(expected.parameters, rel=0.02)
         assert optimizer == pytest.approx(expected.optimizer, rel=0.02)
 
 
