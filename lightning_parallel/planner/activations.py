@@ -10,10 +10,6 @@ from lightning_parallel.planner.job import Candidate, TrainingJob
 
 __all__ = ["block_bytes", "boundary_bytes", "logit_bytes", "passing_bytes"]
 
-# Bytes of an element of the score matrix that unfused attention keeps: probabilities, dropout mask, dropped result.
-SCORE_BYTES = 5.0
-# Part of a block's activations that selective recomputation in torch keeps (every other product's output).
-SELECTIVE_KEPT = 0.4
 # Bytes per logit: the logits, and their 32-bit copy, log-probabilities and gradient; fused losses work in place.
 LOGIT_BYTES = {"fused": 8.0, "plain": 10.0}
 
@@ -23,11 +19,30 @@ def block_bytes(job: TrainingJob, split: Candidate) -> float:
     shape, tokens, t = job.shape, split.micro_batch_tokens(job), split.tensor
     if split.recompute == "full":
         return tokens * shape.hidden * job.residual_bytes / (t if split.sequence_parallel else 1)
+    if split.recompute == "selective" and job.attention == "flash" and job.kernels == "plain":
+        return tokens * _every_other_product(job, split) + _cast_weights(job, split)
     kept = tokens * _token_bytes(job, split) + _cast_weights(job, split)
-    scores = split.micro_batch * shape.heads / t * shape.seq**2 / split.context * SCORE_BYTES
-    if job.attention == "eager":
-        return kept + (scores if split.recompute == "none" else 0.0)
-    return kept * (SELECTIVE_KEPT if split.recompute == "selective" and job.kernels == "plain" else 1.0)
+    return kept + (_score_bytes(job, split) if split.recompute == "none" else 0.0)
+
+
+def _score_bytes(job: TrainingJob, split: Candidate) -> float:
+    """What unfused attention keeps of the score matrix: probabilities, and with dropout its mask and the result."""
+    if job.attention != "eager":
+        return 0.0
+    shape, width = job.shape, job.product_bytes
+    # Autocast computes the softmax in 32 bit and casts the result.
+    kept = width + (4.0 if job.states == "autocast" and job.narrow else 0.0) + (1.0 + width if job.dropout else 0.0)
+    return split.micro_batch * shape.heads / split.tensor * shape.seq**2 / split.context * kept
+
+
+def _every_other_product(job: TrainingJob, split: Candidate) -> float:
+    """Bytes per token under selective recomputation: the block's input, attention, every other product's output."""
+    shape, t = job.shape, split.tensor
+    whole = shape.hidden / (t if split.sequence_parallel else 1)
+    query, keys, inner = shape.query_width / t, shape.key_value_width / t, shape.ffn / t
+    separate = [query, keys, keys, whole, inner, inner, whole]
+    outputs = separate if shape.gated else [query + 2 * keys, whole, inner, whole]
+    return whole * job.residual_bytes + job.product_bytes * (query + sum(outputs[::2]))
 
 
 def _token_bytes(job: TrainingJob, split: Candidate) -> float:
@@ -48,11 +63,11 @@ def _cast_weights(job: TrainingJob, split: Candidate) -> float:
 
 
 def boundary_bytes(job: TrainingJob, split: Candidate) -> float:
-    """Bytes of what a stage received and sent for one micro-batch, kept until its backward."""
+    """Bytes of what a stage sent for one micro-batch, kept until its backward; what it received its block keeps."""
     if split.pipeline == 1:
         return 0.0
     sharing = split.tensor if split.sequence_parallel else 1
-    return 2 * split.micro_batch_tokens(job) * job.shape.hidden * job.residual_bytes / sharing
+    return split.micro_batch_tokens(job) * job.shape.hidden * job.residual_bytes / sharing
 
 
 def passing_bytes(job: TrainingJob, split: Candidate) -> float:
@@ -62,9 +77,7 @@ def passing_bytes(job: TrainingJob, split: Candidate) -> float:
     gradients = tokens * job.product_bytes * (2 * inner + 4 * shape.hidden)
     if split.recompute == "none":
         return gradients
-    whole = tokens * _token_bytes(job, split)
-    if job.attention == "eager":
-        whole += split.micro_batch * shape.heads / split.tensor * shape.seq**2 / split.context * SCORE_BYTES
+    whole = tokens * _token_bytes(job, split) + _score_bytes(job, split)
     return gradients + whole - min(whole, block_bytes(job, split))
 
 
