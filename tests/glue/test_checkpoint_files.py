@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,7 @@ from lightning_parallel.strategies.checkpoint_file import WholeFileIO
 from tests.glue.checkpointing import on_layout, read, run_both
 from tests.glue.oracle import PAIRS, PLAN, Classifier, Layout, Samples, Site, assert_same
 from tests.glue.test_checkpoints import Data, Learner
-from tests.harness import Ranks
+from tests.harness import Ranks, RanksFailed
 
 
 # ------------------------------------------------------------------------------------------------ whole or not there
@@ -48,31 +45,28 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> N
         plugin.save_checkpoint({}, path, storage_options={"fast": True})
 
 
-KILLED = """
-    import os, signal, sys
-    import torch
-    from lightning_parallel.strategies.checkpoint_file import WholeFileIO
-
+def killed_while_saving(rank: int, world_size: int, path: Path) -> None:
+    """The process dies between the data and the end of the file."""
     write = torch.serialization._save
-    def half(*args, **kwargs):
+
+    def half(*args: Any, **kwargs: Any) -> None:
         write(*args, **kwargs)
         os.kill(os.getpid(), signal.SIGKILL)
+
     torch.serialization._save = half
-    WholeFileIO().save_checkpoint({"state_dict": {"w": torch.zeros(100_000)}}, sys.argv[1])
-"""
+    WholeFileIO().save_checkpoint({"state_dict": {"w": torch.zeros(100_000)}}, path)
 
 
-def test_a_save_that_was_killed_is_never_picked_up(tmp_path: Path) -> None:
-    """The process dies between the data and the end of the file; `last` is the older, whole one."""
+def test_a_save_that_was_killed_is_never_picked_up(ranks: Ranks, tmp_path: Path) -> None:
+    """`last` is the older, whole one."""
     site = Site()
     save = ModelCheckpoint(tmp_path, save_last=True)
     trainer = site.trainer(max_epochs=1, callbacks=[save], enable_checkpointing=True)
     trainer.fit(Learner(), datamodule=Data(site))
     before = (tmp_path / "last.ckpt").read_bytes()
-    script = textwrap.dedent(KILLED)
     for name in ("last.ckpt", "last-v1.ckpt"):
-        died = subprocess.run([sys.executable, "-c", script, str(tmp_path / name)], timeout=60, check=False)
-        assert died.returncode == -signal.SIGKILL
+        with pytest.raises(RanksFailed, match="the process ended with exit code -9"):
+            ranks(1, killed_while_saving, tmp_path / name)
     assert len([entry for entry in tmp_path.iterdir() if entry.name.startswith(".unfinished-")]) == 2
     assert not (tmp_path / "last-v1.ckpt").exists()
     assert (tmp_path / "last.ckpt").read_bytes() == before
