@@ -1,6 +1,7 @@
-"""A training script as a user would start it, by any launcher: `python launched.py '{"devices": 2, ...}'`.
+"""A training script as a user would start it, by any launcher: `python launched.py '{"devices": 2, ...}' out`.
 
-Every rank writes what it saw into the folder `out`. With the option `trouble` = {"rank", "batch", "kind"} a rank fails.
+With LightningCLI: `python launched.py fit --config run.yaml`. Every rank writes what it saw into the folder `out`. With
+the option `trouble` = {"rank", "batch", "kind"} a rank fails.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
@@ -125,10 +126,28 @@ def plain_weights(module: LightningModule) -> dict[str, list[float]]:
     return {name: value.flatten().tolist() for name, value in module.state_dict().items()}
 
 
+class Data(LightningDataModule):
+    """Numbered sequences to learn from and to validate with."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Numbered(SAMPLES), batch_size=self.batch_size)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Numbered(VALIDATION, first=100), batch_size=2)
+
+
 def fit(trainer: Trainer, module: LightningModule, batch_size: int) -> None:
-    training = DataLoader(Numbered(SAMPLES), batch_size=batch_size)
-    trainer.fit(module, training, DataLoader(Numbered(VALIDATION, first=100), batch_size=2))
+    trainer.fit(module, datamodule=Data(batch_size))
 
 
 if __name__ == "__main__":
-    run(json.loads(sys.argv[1]), sys.argv[2])
+    if sys.argv[1] == "fit":
+        from lightning.pytorch.cli import LightningCLI
+
+        LightningCLI(Model, Data, save_config_callback=None)
+    else:
+        run(json.loads(sys.argv[1]), sys.argv[2])

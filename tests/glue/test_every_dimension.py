@@ -92,7 +92,9 @@ def loaders(site: Site) -> tuple[DataLoader[Any], list[DataLoader[Any]]]:
     """Training data in the order of the user's own sampler, which Lightning leaves alone; uneven validation data."""
     tensor, _, data = site.layout or (1, 1, 1)
     training = Samples(18)
-    sampler = DistributedSampler(training, data, site.rank // tensor % data, shuffle=True, seed=3)
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        training, data, site.rank // tensor % data, shuffle=True, seed=3
+    )
     evaluation = [site.loader(Samples(count, first=50 * count), 4) for count in (11, 1)]
     return site.loader(training, 4, sampler=sampler), evaluation
 

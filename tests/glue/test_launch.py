@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml  # type: ignore[import-untyped]
 from lightning.pytorch import Trainer
 
 from lightning_parallel import TensorPipelineStrategy
@@ -84,12 +85,17 @@ def test_torchrun(tmp_path: Path, plain: dict[str, Any]) -> None:
 
 
 def test_two_machines_keep_tensor_groups_inside_and_replicas_across(tmp_path: Path, plain: dict[str, Any]) -> None:
-    """Two torchrun agents on one machine stand for two machines."""
+    """Two torchrun agents on one machine stand for two machines; LightningCLI reads the run from a file."""
+    recording = {"class_path": "tests.glue.launched.Record", "init_args": {"out": str(tmp_path)}}
+    quiet = {"num_sanity_val_steps": 0, "callbacks": [recording], **QUIET}
+    trainer = {"accelerator": "cpu", "devices": 2, "num_nodes": 2, "strategy": "tp_pp", "max_epochs": 2, **quiet}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({"trainer": trainer, "data": {"batch_size": GLOBAL_BATCH // 2}}))
     meeting = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    options = script(tmp_path, devices=2, num_nodes=2, batch_size=GLOBAL_BATCH // 2, strategy="tp_pp")
 
     def agent(node: int) -> Any:
-        return run_python([*TORCHRUN, *meeting, f"--node-rank={node}", *options], cwd=tmp_path, timeout=110)
+        command = [*TORCHRUN, *meeting, f"--node-rank={node}", SCRIPT, "fit", "--config", file]
+        return run_python(command, cwd=tmp_path, timeout=110)
 
     with ThreadPoolExecutor(2) as pool:
         for done in pool.map(agent, range(2)):
