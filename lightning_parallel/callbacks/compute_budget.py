@@ -21,7 +21,8 @@ class ComputeBudget(CountingCallback):
     """Counts the FLOPs that training spends and stops before the optimizer step that would exceed the budget.
 
     All ranks stop after the same step: once per optimizer step the replicas add up how many tokens they had, which is
-    one small message. What a resumed run had spent before counts.
+    one small message. What a resumed run had spent before counts. The next step is taken to be as large as the largest
+    so far: with batches of one size, the last one of an epoch excepted, the budget is never exceeded.
 
     Args:
         flops: the budget.
@@ -78,7 +79,7 @@ class ComputeBudget(CountingCallback):
         self._steps = trainer.global_step
         if self._meter.step(self._counter.take(trainer)[0]):
             return
-        if self.spent > self.budget * (1 + ROUNDING) and self._meter.tokens == self._meter.last_step:
+        if self.spent > self.budget * (1 + ROUNDING) and self._meter.tokens == self._meter.largest_step:
             raise ValueError(
                 f"the first optimizer step spent {self.spent:.4g} of {self.budget:.4g} FLOPs; use smaller batches or a "
                 f"budget of at least {self.spent:.4g}"
@@ -92,8 +93,8 @@ class ComputeBudget(CountingCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """What was spent."""
-        return {"tokens": self._meter.tokens, "last_step": self._meter.last_step}
+        return {"tokens": self._meter.tokens, "largest_step": self._meter.largest_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from what was spent."""
-        self._meter.tokens, self._meter.last_step = state_dict["tokens"], state_dict["last_step"]
+        self._meter.tokens, self._meter.largest_step = state_dict["tokens"], state_dict["largest_step"]

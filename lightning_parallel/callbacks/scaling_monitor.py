@@ -85,7 +85,7 @@ class ScalingMonitor(TokenCallback):
 
     def _planned(self, trainer: Trainer) -> float | None:
         steps = trainer.estimated_stepping_batches
-        if math.isinf(steps) or trainer.global_step == 0:
+        if steps < 0 or math.isinf(steps) or trainer.global_step == 0:  # negative: data without a size
             return None
         return self.tokens * max(1.0, steps / trainer.global_step)
 

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_parallel.callbacks.counting import count_candidate, count_parameters
-from lightning_parallel.scaling.plan import SizingGoal, SizingPlan, suggestion
+from lightning_parallel.scaling.plan import SizingGoal, SizingPlan, Suggestion, suggestion
 from lightning_parallel.scaling.shapes import AspectRule, Shape
 
 __all__ = ["ChinchillaSizer"]
@@ -115,10 +115,16 @@ class ChinchillaSizer(Callback):
             )
         trainer.fit_loop.epoch_loop.max_steps = steps
 
+    @property
+    def suggestion(self) -> Suggestion | None:
+        """Global batch and learning rate that are usual for the chosen budget; None before there is one."""
+        return None if self.plan is None else suggestion(self.plan.flops)
+
     def _announce(self) -> None:
+        advice = self.suggestion
         assert self.plan is not None, "announced once the plan exists"
+        assert advice is not None, "a plan comes with a suggestion"
         sizes = ", ".join(f"{name}={value}" for name, value in self.chosen.items()) or "its size as it is"
-        advice = suggestion(self.plan.flops)
         rank_zero_info(
             f"ChinchillaSizer: {self.plan.why}; {sizes}; predicted loss {self.plan.loss:.4f}. For Adam, "
             f"{advice.batch_tokens:.3g} tokens per step and a learning rate of {advice.learning_rate:.3g} are usual; "

@@ -19,7 +19,7 @@ class ComputeMeter:
         flops_per_token: training FLOPs of one token.
         budget: FLOPs that may be spent.
         tokens: tokens of all steps so far.
-        last_step: tokens of the latest step.
+        largest_step: tokens of the largest step so far.
 
     >>> meter = ComputeMeter(6.0, budget=100.0)
     >>> [meter.step(tokens) for tokens in (5, 5, 5)]
@@ -31,7 +31,7 @@ class ComputeMeter:
     flops_per_token: float
     budget: float
     tokens: float = 0.0
-    last_step: float = 0.0
+    largest_step: float = 0.0
 
     @property
     def flops(self) -> float:
@@ -39,15 +39,15 @@ class ComputeMeter:
         return self.flops_per_token * self.tokens
 
     def step(self, tokens: float) -> bool:
-        """Counts an optimizer step; returns whether another one like it still fits."""
+        """Counts an optimizer step; returns whether another one still fits, as large as the largest so far."""
         self.tokens += tokens
-        self.last_step = tokens
+        self.largest_step = max(self.largest_step, tokens)
         return self.fits_another
 
     @property
     def fits_another(self) -> bool:
-        """Whether a step as large as the latest one would stay within the budget."""
-        following = self.flops_per_token * (self.tokens + self.last_step)
+        """Whether a step as large as the largest one would stay within the budget."""
+        following = self.flops_per_token * (self.tokens + self.largest_step)
         return following <= self.budget * (1 + ROUNDING)
 
 

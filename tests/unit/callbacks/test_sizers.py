@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,18 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_parallel.callbacks import (
     ChinchillaSizer,
     ComputeBudget,
     MicroBatchSizer,
     ScalingLawRecorder,
+    ScalingMonitor,
     count_tokens,
 )
 from lightning_parallel.callbacks.counting import BatchCounter
-from lightning_parallel.scaling.plan import SizingGoal
+from lightning_parallel.scaling.plan import SizingGoal, suggestion
 from lightning_parallel.scaling.shapes import AspectRule
 from tests.glue.oracle import QUIET
 
@@ -85,6 +87,8 @@ def test_a_budget_sizes_the_model_and_the_run(tmp_path: Path, monkeypatch: pytes
     assert sum(p.numel() for p in module.parameters()) == parameters(best)
     steps = int(2e7 / 6 / parameters(best) / (4 * LENGTH))
     assert run.global_step == steps == sizer.plan.steps  # type: ignore[union-attr]
+    assert sizer.suggestion == suggestion(sizer.plan.flops)  # type: ignore[union-attr]
+    assert ChinchillaSizer(goal, 1).suggestion is None
     run.save_checkpoint("end.ckpt")
     assert Sized.load_from_checkpoint("end.ckpt", weights_only=False).hparams["layers"] == best
     # The same goal resumes at its end; another one is refused.
@@ -242,6 +246,30 @@ def test_shared_models_are_not_tried_on_one_rank() -> None:
 def test_a_budget_below_one_step_is_refused() -> None:
     with pytest.raises(ValueError, match="the first optimizer step spent .* or a budget of at least"):
         trainer(ComputeBudget(1e6, flops_per_token=1e6)).fit(built())
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Nobody knows how many samples it has: eleven."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(11 * LENGTH).view(11, LENGTH) % VOCABULARY)
+
+
+def test_data_without_a_size_are_counted_and_judged_by_what_was_seen() -> None:
+    budget, monitor = ComputeBudget(1e9), ScalingMonitor()
+    module = built()
+    trainer(budget, monitor, max_epochs=1, log_every_n_steps=1).fit(module, DataLoader(Stream(), batch_size=4))
+    assert budget.tokens == monitor.tokens == 11 * LENGTH
+    assert monitor.outlook is not None
+    assert (monitor.outlook.now.verdict, monitor.outlook.final) == ("undertrained", None)
+    # A budget that ends within an epoch is not exceeded by the step after the short last batch.
+    exact = ComputeBudget(1e6 * (11 + 3.5) * LENGTH, flops_per_token=1e6)
+    trainer(exact, max_epochs=5).fit(built(), DataLoader(Stream(), batch_size=4))
+    assert exact.tokens == 11 * LENGTH
+    sized = ChinchillaSizer(SizingGoal(tokens=5 * 4 * LENGTH), 4 * LENGTH, resize=False)
+    run = trainer(sized)
+    run.fit(built(), DataLoader(Stream(), batch_size=4))
+    assert run.global_step == 5
 
 
 def test_a_loss_that_was_not_logged_is_named(tmp_path: Path) -> None:
