@@ -87,6 +87,8 @@ TORCH_1F1B = Job("torch Schedule1F1B, plain loop", "bare_jobs.torch_1f1b", last_
 REDUNDANCY = Job("Lightning DDP, ZeroRedundancyOptimizer", "lightning_jobs.ddp_zero_redundancy")
 ZERO1 = Job("zero1", "lightning_jobs.our_zero1")
 ZERO2 = Job("zero2", "lightning_jobs.our_zero2")
+ZERO2_OFFLOAD = Job("zero2_offload", "lightning_jobs.our_zero2_offload")
+ZERO2_NVME = Job("zero2, nvme", "lightning_jobs.our_zero2_nvme")
 
 HEATS = {
     "tp": Heat(
@@ -117,6 +119,15 @@ HEATS = {
                 Target(job.name, OUR_DATA.name, "overhead", {"mid": 0.03}),
                 Target(job.name, REDUNDANCY.name, "faster", {"mid": 1.1}),
             )
+        ),
+    ),
+    "offload": Heat(
+        "steps in host memory and from files, 2 processes",
+        (ZERO2, ZERO2_OFFLOAD, ZERO2_NVME),
+        (
+            Target(ZERO2_OFFLOAD.name, ZERO2.name, "overhead", {"mid": 0.15}),
+            Target(ZERO2_OFFLOAD.name, ZERO2.name, "cpu", {}),
+            Target(ZERO2_NVME.name, ZERO2.name, "overhead", {}),
         ),
     ),
     "pp": Heat(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import torch
@@ -165,3 +166,14 @@ def our_zero1(run: Run) -> list[Tensor]:
 def our_zero2(run: Run) -> list[Tensor]:
     """This package, optimizer state and gradients sharded."""
     return _fit(run, LitGPT(run.sizes), ZeroStrategy(stage=2), run.ranks)
+
+
+def our_zero2_offload(run: Run) -> list[Tensor]:
+    """This package, gradients and optimizer state sharded and stepped in host memory."""
+    return _fit(run, LitGPT(run.sizes), ZeroStrategy(stage=2, offload="cpu"), run.ranks)
+
+
+def our_zero2_nvme(run: Run) -> list[Tensor]:
+    """This package, gradients sharded, optimizer state in files of the temporary folder."""
+    strategy = ZeroStrategy(stage=2, offload="nvme", nvme_path=tempfile.gettempdir())
+    return _fit(run, LitGPT(run.sizes), strategy, run.ranks)
