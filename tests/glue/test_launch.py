@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,22 @@ SCRIPT = ROOT / "tests" / "glue" / "launched.py"
 EXAMPLES = ROOT / "examples"
 GLOBAL_BATCH = 4
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+
+CHOICE = [
+    "processes │ 4 = pipeline 2 x data 1 x tensor 2",
+    "micro-batches │ up to 8 per batch, schedule 1f1b",
+    "predicted bubble │ 11.1% of the time",  # 1 / (8 + 2 - 1)
+    "tok │ vocab",
+    "layers.*.attn.qkv (3) │ colwise_qkv",
+    "layers.*.attn.proj (3) │ rowwise",
+    "layers.*.mlp.fc1 (3) │ colwise",
+    "layers.*.mlp.fc2 (3) │ rowwise",
+    "head │ colwise_gather",
+    "pos │ replicated",
+    "0 │ layers.0 (1 blocks) │ 420",  # half of 216 + 64 + 144 + 128 weights and 2 x 24 others; 6 words and positions
+    "1 │ layers.1 .. layers.2 (2 blocks) │ 712",
+]
+"""What is printed before training starts on the automatic layout of 4 devices."""
 
 sys.path.insert(0, str(EXAMPLES))
 
@@ -73,7 +90,10 @@ def test_the_trainer_launches_the_automatic_layout_by_name(tmp_path: Path, plain
     done = run_python(script(tmp_path, devices=4, batch_size=GLOBAL_BATCH), cwd=tmp_path, timeout=110)
     assert done.returncode == 0, done.output
     check(tmp_path, plain, (2, 2, 1))
-    assert "4 = pipeline 2 x data 1 x tensor 2" in done.output
+    shown = " ".join(done.output.split())
+    for row in CHOICE:
+        assert f"│ {row}" in shown, done.output
+    assert not re.search("colwise_qkv.*colwise_qkv", shown), "once, by rank 0"
 
 
 def test_torchrun(tmp_path: Path, plain: dict[str, Any]) -> None:
