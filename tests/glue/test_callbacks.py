@@ -79,6 +79,7 @@ def decisions(site: Site) -> Any:
         "best": Path(saving.best_model_path).name,
         "kept": sorted(Path(path).name for path in saving.best_k_models),
         "rate": trainer.optimizers[0].param_groups[0]["lr"],
+        "watched": {name: [float(rate) for rate in rates] for name, rates in watching.lrs.items()},
         "weights": weights(module),
     }
 
