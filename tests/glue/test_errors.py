@@ -177,6 +177,12 @@ class NoBlocks(Classifier):
         return F.cross_entropy(self.head(self.net(batch["x"])), batch["y"])
 
 
+class Odd(NoBlocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 8))  # type: ignore[assignment]
+
+
 class Manual(Classifier):
     def __init__(self) -> None:
         super().__init__()
@@ -268,6 +274,11 @@ TENSOR: dict[str, Case] = {
         "use 1 or 3",
     ),
     "hidden": (
+        (Odd, {}),
+        {"plan": {"net.0": "colwise", "net.2": "rowwise"}},
+        "net.0 (colwise): output size 9 cannot be split evenly over tensor_parallel_size=2; use 1 or 3",
+    ),
+    "style": (
         (NoBlocks, {}),
         {"plan": {"net.0": "colwise", "head": "rowwise_odd"}},
         "plan style 'rowwise_odd' of 'head' is not known; use one of colwise, rowwise, ",

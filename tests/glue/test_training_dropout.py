@@ -118,10 +118,15 @@ def test_tensor_ranks_agree_on_whole_activations_and_differ_on_split_ones(ranks:
     assert differ(*split)
 
 
-def test_replicas_differ(ranks: Ranks) -> None:
-    first, second = masks(ranks, (1, 1, 2))
-    for name in first:
-        assert differ(first[name], second[name]), name
+def test_replicas_differ_and_their_tensor_ranks_agree(ranks: Ranks) -> None:
+    found = masks(ranks, (2, 1, 2))
+    for first, second in (found[:2], found[2:]):
+        for name in first:
+            judge = differ if name.endswith("split") else same
+            assert judge(first[name], second[name]), name
+    for one in found[:2]:
+        for other in found[2:]:
+            assert all(differ(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("layout", [(1, 2, 1), (2, 2, 1), (1, 2, 2)])
