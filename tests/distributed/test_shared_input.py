@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from lightning_parallel.tensor_parallel import linear
 from lightning_parallel.tensor_parallel.layers import attach_group, convert_to_column_parallel, restore_module
 from lightning_parallel.tensor_parallel.sharding import split_uneven
 from lightning_parallel.tensor_parallel.shards import shard_tensor
@@ -96,6 +98,56 @@ def check_one_reduction(rank: int, world_size: int) -> None:
 @worlds
 def test_one_reduction(ranks: Ranks, world_size: int) -> None:
     ranks(world_size, check_one_reduction)
+
+
+class Products(TorchDispatchMode):
+    """Files the shapes of all matrix products among the events of a list."""
+
+    def __init__(self, events: list[Any]) -> None:
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default):
+            self.events.append(tuple(args[-2].shape))
+        return func(*args, **(kwargs or {}))
+
+
+class Noted:
+    """A running collective that files when it is waited for."""
+
+    def __init__(self, work: Any, events: list[Any]) -> None:
+        self.work, self.events = work, events
+
+    def wait(self) -> None:
+        self.events.append("wait")
+        self.work.wait()
+
+
+def check_overlap(rank: int, world_size: int) -> list[Any]:
+    """Events of a backward pass in their order."""
+    _, model, _ = pair()
+    events: list[Any] = []
+    original = linear.comm.all_reduce_
+
+    def noted(tensor: Tensor, group: Any, **options: Any) -> Any:
+        events.append("start")
+        return Noted(original(tensor, group, **options), events)
+
+    linear.comm.all_reduce_ = noted  # type: ignore[assignment]
+    try:
+        loss = model(wave(4, 6).requires_grad_()).sum()
+        with Products(events):
+            loss.backward()
+    finally:
+        linear.comm.all_reduce_ = original
+    return events
+
+
+def test_weight_gradients_are_computed_while_the_inputs_is_reduced(ranks: Ranks) -> None:
+    """Three products of (tokens, outputs) with weights first, then three of (outputs, tokens) with the input."""
+    for events, outputs in zip(ranks(2, check_overlap), ((4, 3, 4), (3, 2, 3)), strict=True):
+        assert events == [*((4, n) for n in outputs), "start", *((n, 4) for n in outputs), "wait"]
 
 
 def check_frozen(rank: int, world_size: int) -> None:

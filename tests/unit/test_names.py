@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import nn
 
+from lightning_parallel import TensorPipelineStrategy, tensor_parallel
+from lightning_parallel.strategies.config import LossConfig, PipelineConfig, TensorParallelConfig
 from lightning_parallel.when_imported import when_imported
 from tests.architecture.test_floors import BLOCKED_IMPORT
 from tests.harness import run_python
@@ -29,6 +35,43 @@ COMMANDS = BLOCKED_IMPORT.replace("importlib.import_module(sys.argv[1])", "") + 
     "from lightning_parallel.cli import main\n"
     "assert main(['explain', 'bubble', '--json']) == main(['plan', '--params', '7e9', '--json']) == 0\n"
 )
+
+
+CONTRACT = {
+    "tensor_parallel_size": "auto",
+    "pipeline_parallel_size": "auto",
+    "micro_batches": "auto",
+    "schedule": "1f1b",
+    "zero_stage": 0,
+    "sequence_parallel": False,
+    "plan": "auto",
+    "blocks": "auto",
+    "loss_weight": "samples",
+    "non_finite": "ignore",
+}
+"""The options that users and their files name, in the order in which they may be given."""
+
+
+def defaults(function: Any) -> dict[str, Any]:
+    return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+
+
+def test_public_names_and_their_options() -> None:
+    assert list(defaults(TensorPipelineStrategy).items())[: len(CONTRACT)] == list(CONTRACT.items())
+    loss = {"ignore_index": -100, "label_smoothing": 0.0, "vocab_size": None}
+    found = list(defaults(tensor_parallel.vocab_parallel_cross_entropy).items())
+    assert [name for name, _ in found[:3]] == ["logits", "target", "group"]
+    assert found[3:6] == list(loss.items())
+    for layer in ("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"):
+        assert issubclass(getattr(tensor_parallel, layer), nn.Module)
+    for name, sizes in (("tp_pp", ("auto", "auto")), ("tp", ("auto", 1)), ("pp", (1, "auto"))):
+        strategy = StrategyRegistry.get(name)
+        assert isinstance(strategy, TensorPipelineStrategy)
+        assert (strategy.tensor_config, strategy.pipeline_config, strategy.loss_config) == (
+            TensorParallelConfig(sizes[0]),
+            PipelineConfig(sizes[1]),
+            LossConfig(),
+        )
 
 
 @pytest.mark.parametrize("script", [STRATEGY_FIRST, COMMANDS], ids=["a strategy first", "planning only"])
