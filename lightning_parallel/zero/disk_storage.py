@@ -250,6 +250,7 @@ class DiskStorage(HostStorage):
                     self._take(bucket, optimizer)
             for bucket in known:
                 self._release(bucket)
+            self.buffers.clear()  # it may have been all of them
 
     def rest(self) -> None:
         """The run is over; what the optimizer has remains, in the file."""

@@ -147,6 +147,8 @@ def half_precision(rank: int, world_size: int, kind: str, folder: str) -> Any:
     optimizer.step()
     written = values(net)["rarely"]
     load_full_state(sharded.optimizers[0], saved)
+    assert sharded.storage is not None
+    assert sharded.storage.buffers.nbytes < 64, "what was loaded is where it stays"
     sharded.close()
     with whole_state(sharded.optimizers[0], dist.group.WORLD, keep=True):
         loaded = plain_state(optimizer)

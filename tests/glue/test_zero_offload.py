@@ -52,6 +52,7 @@ def split(site: Site) -> Any:
         (decisions, (1, 1, 2), 2, "cpu"),
         (decisions, (1, 1, 2), 2, "nvme"),
         (hooks, (1, 1, 1), 2, "nvme"),
+        (split, (1, 1, 1), 3, "cpu"),
         (steps, (1, 1, 2), 3, "cpu"),
         (split, (1, 1, 2), 3, "nvme"),
         (split, (1, 2, 2), 1, "nvme"),
