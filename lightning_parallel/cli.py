@@ -36,5 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         sys.stderr.write(f"lightning-parallel: error: {error}\n")
         return USAGE_ERROR
-    show(answer, as_json=parsed.json, console=Console(file=sys.stdout))
+    if not answer.quiet:
+        show(answer, as_json=parsed.json, console=Console(file=sys.stdout))
     return answer.status

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -11,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_parallel.layout import Coordinate, ParallelLayout
 
-__all__ = ["Mesh", "build_mesh", "gather_groups", "whole_world", "world_size"]
+__all__ = ["Mesh", "build_mesh", "gather_groups", "launched_world", "whole_world", "world_size"]
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,20 @@ def gather_groups(
         mesh.gathers.append(_subset(groups, mesh.rank, timeout))
         mesh.gathers.append(_subset(groups, mesh.rank, timeout, backend="gloo"))
     return mesh.gathers[0], mesh.gathers[1]
+
+
+@contextmanager
+def launched_world(timeout: timedelta) -> Generator[dist.ProcessGroup | None, None, None]:
+    """A host-side group of all processes that a launcher started, from its variables, for as long as it is needed.
+
+    Raises:
+        RuntimeError: not all of them came in time.
+    """
+    dist.init_process_group("gloo", timeout=timeout)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
 
 
 def whole_world() -> dist.ProcessGroup | None:

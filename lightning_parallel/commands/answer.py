@@ -19,11 +19,15 @@ __all__ = ["Answer", "add_command", "show", "show_parts", "table"]
 
 @dataclass(frozen=True)
 class Answer:
-    """``data`` is printed by ``--json``, ``text`` (strings, tables) otherwise; ``status`` is the exit status."""
+    """``data`` is printed by ``--json``, ``text`` (strings, tables) otherwise; ``status`` is the exit status.
+
+    ``quiet`` prints nothing: another rank of the same launch does.
+    """
 
     data: Mapping[str, Any]
     text: tuple[RenderableType, ...]
     status: int = 0
+    quiet: bool = False
 
 
 def add_command(

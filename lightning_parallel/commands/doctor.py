@@ -6,10 +6,13 @@ import argparse
 import importlib.util
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import RenderableType
+
+from lightning_parallel.commands.agreement import is_launched, meet, own_facts, rank_problems, usual_layout
 from lightning_parallel.commands.answer import Answer, add_command, table
 from lightning_parallel.versions import installed_versions, untested_note
 
@@ -26,7 +29,9 @@ SHARED_MEMORY = Path("/dev/shm")
 
 def add_parser(commands: Subcommands) -> None:
     """Adds ``doctor``."""
-    add_command(commands, "doctor", _answer, summary="look at versions, names, devices and links before a run")
+    summary = "look at versions, names, devices and links before a run; under torchrun, also at whether ranks agree"
+    parser = add_command(commands, "doctor", _answer, summary=summary)
+    parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for the other ranks of a launch")
 
 
 def environment_problems(environment: Mapping[str, str]) -> list[str]:
@@ -69,19 +74,36 @@ def _answer(arguments: argparse.Namespace) -> Answer:
     problems += (
         [f"strategies {', '.join(missing)} are not registered; import lightning_parallel first"] if missing else []
     )
+    ranks = _ranks(devices, arguments.wait) if is_launched(os.environ) and not problems else []
+    problems += rank_problems(ranks)
+    data = {"versions": installed_versions(), "strategies": names, "devices": devices, "problems": problems}
+    data |= {"notes": _notes(), "ranks": ranks}
+    text = (
+        *_tables(devices, ranks),
+        f"strategies registered: {', '.join(names)}",
+        *([usual_layout(ranks)] if ranks and not problems else []),
+        *(problems or ["nothing found that would go wrong"]),
+        *_notes(),
+    )
+    quiet = bool(ranks) and os.environ["RANK"] != "0"
+    return Answer(data, text, status=int(bool(problems)), quiet=quiet)
+
+
+def _ranks(devices: list[dict[str, Any]], seconds: float) -> list[Mapping[str, Any]]:
+    return meet(own_facts(installed_versions(), devices), seconds)
+
+
+def _tables(devices: list[dict[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
     versions = table("versions", "package", "installed")
     for package, installed in installed_versions().items():
         versions.add_row(package, installed)
     found = table("devices", "device", "GiB", "reaches directly")
     for device in devices:
         found.add_row(device["name"], f"{device['memory_gib']:.1f}", ", ".join(map(str, device["peers"])) or "none")
-    data = {"versions": installed_versions(), "strategies": names, "devices": devices, "problems": problems}
-    text = (
-        f"strategies registered: {', '.join(names)}",
-        *(problems or ["nothing found that would go wrong"]),
-        *_notes(),
-    )
-    return Answer({**data, "notes": _notes()}, (versions, found, *text), status=int(bool(problems)))
+    launched = table("ranks of this launch", "rank", "host", "local rank", "device")
+    for facts in ranks:
+        launched.add_row(str(facts["rank"]), facts["host"], str(facts["local_rank"]), facts["device"])
+    return [versions, found, *([launched] if ranks else [])]
 
 
 def _devices() -> list[dict[str, Any]]:

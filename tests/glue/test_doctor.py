@@ -1,0 +1,60 @@
+"""The doctor of a launch: ranks tell each other what they have, one of them prints, and all end alike."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+from typing import Any
+
+import pytest
+
+from lightning_parallel.cli import main
+from lightning_parallel.commands.agreement import rank_problems
+from tests.harness import Ranks
+
+ALIKE: dict[str, Any] = {"host": "a", "devices": 8, "device": "H100, 79 GiB", "versions": {"torch": "2.13.0"}}
+
+
+def looked_at(rank: int, world_size: int) -> Any:
+    """The doctor's answers when all is well, and when a rank stays away."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        status = main(["doctor", "--json"])
+    with contextlib.redirect_stderr(io.StringIO()) as alone:
+        if rank == 0:
+            os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+            assert main(["doctor", "--wait", "1"]) == 2
+    return status, printed.getvalue(), alone.getvalue()
+
+
+def test_ranks_tell_each_other(ranks: Ranks) -> None:
+    (status, printed, alone), (other, nothing, _) = ranks(2, looked_at, launch="lightning")
+    assert (status, other, nothing) == (0, 0, "")
+    data = json.loads(printed)
+    assert [facts["rank"] for facts in data["ranks"]] == [facts["local_rank"] for facts in data["ranks"]] == [0, 1]
+    assert data["problems"] == []
+    assert "error: not all 2 ranks met at" in alone
+    assert "within 1 s: start every one of them" in alone
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"device": "A100, 79 GiB"}, "ranks differ in device (H100, 79 GiB on rank 0; A100, 79 GiB on rank 1)"),
+        ({"versions": {"torch": "2.12.0"}}, "ranks differ in torch (2.13.0 on rank 0; 2.12.0 on rank 1)"),
+        ({"versions": {}}, "not installed on rank 1"),
+        ({"local_rank": 0}, "ranks 0 and 1 have LOCAL_RANK=0 on a"),
+        ({"local_rank": 8}, "rank 1 is number 8 of a, which has 8 devices: start at most 8 processes there"),
+    ],
+)
+def test_ranks_that_do_not_fit_together(changes: dict[str, Any], text: str) -> None:
+    ranks = [{**ALIKE, "rank": 0, "local_rank": 0}, {**ALIKE, "rank": 1, "local_rank": 1, **changes}]
+    (problem,) = rank_problems(ranks)
+    assert text in problem
+
+
+def test_nodes_of_different_sizes() -> None:
+    ranks = [{**ALIKE, "rank": n, "local_rank": n % 2, "host": "ab"[n // 2]} for n in range(3)]
+    (problem,) = rank_problems(ranks)
+    assert "nodes have different numbers of ranks (a: 2, b: 1)" in problem
