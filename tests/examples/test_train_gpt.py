@@ -13,6 +13,7 @@ import torch
 import yaml  # type: ignore[import-untyped]
 from lightning.pytorch import Trainer
 
+from lightning_parallel.tensor_parallel.plan import resolve_plan
 from tests.glue.oracle import QUIET
 from tests.harness import run_python
 from tests.harness.process import ROOT
@@ -107,6 +108,19 @@ def test_tied_head_is_one_parameter() -> None:
     tied, free = (GPT(layers=1, heads=2, width=16, context=8, tie_head=flag) for flag in (True, False))
     assert tied.model.head.weight is tied.model.tok.weight
     assert sum(p.numel() for p in free.parameters()) - sum(p.numel() for p in tied.parameters()) == 256 * 16
+
+
+def test_automatic_plan_splits_every_layer() -> None:
+    plan = resolve_plan(GPT(layers=1, heads=2, width=16, context=8), "auto", 2)
+    assert {rule.name.removeprefix("model."): rule.style for rule in plan.rules} == {
+        "tok": "vocab",
+        "blocks.0.attn.qkv": "colwise_qkv",
+        "blocks.0.attn.proj": "rowwise",
+        "blocks.0.mlp.fc": "colwise",
+        "blocks.0.mlp.proj": "rowwise",
+        "head": "colwise_gather",
+    }
+    assert plan.replicated == ("model.pos",)
 
 
 def test_yaml_describes_the_same_run_as_the_script() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from tests.glue.oracle import Layout, Site, check, observe
+from tests.glue.oracle import Layout, Site, check, observe, set_by_formula, weights
 from tests.glue.training import EVERY, GPT, VOCABULARY, Notes, Tokens, fit
 from tests.harness import Ranks
 
@@ -150,6 +150,60 @@ def test_f17_uneven_layer_counts_lose_no_layer(ranks: Ranks) -> None:
         assert found[-1][1] == [sum(range(blocks))]
     for text in ranks(4, observe, three_sums, (1, 4, 1), {}, launch="lightning"):
         assert "pipeline_parallel_size 3 or less" in text
+
+
+# ------------------------------------------------------------------------------------------------ layers of torch
+class Encoded(GPT):
+    """A causal `nn.TransformerEncoder`, which in validation would take a path of its own through its weights."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.layers = nn.ModuleList()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        set_by_formula(self)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tok(tokens) + self.pos(torch.arange(tokens.shape[1]))
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        return self.head(self.ln(self.encoder(x, mask, is_causal=True)))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()))
+
+
+class Decoded(Encoded):
+    """`nn.TransformerDecoder` layers that look at what an encoder layer made of the sequence backwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(self.encoder.layers[0], 1, enable_nested_tensor=False)  # type: ignore[arg-type]
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16, 0.0, batch_first=True), 2)
+        set_by_formula(self)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tok(tokens) + self.pos(torch.arange(tokens.shape[1]))
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        return self.head(self.ln(self.decoder(x, self.encoder(x.flip(1)), mask, tgt_is_causal=True)))
+
+
+def trained_and_validated(site: Site, module: GPT) -> Any:
+    trainer = site.trainer(max_epochs=1)
+    trainer.fit(module, site.loader(Tokens(20), 8), site.loader(Tokens(8), 4))
+    return {name: float(value) for name, value in sorted(trainer.callback_metrics.items())}, weights(module)
+
+
+def encoder(site: Site) -> Any:
+    return trained_and_validated(site, Encoded())
+
+
+def decoder(site: Site) -> Any:
+    return trained_and_validated(site, Decoded())
+
+
+def test_transformer_layers_of_torch(ranks: Ranks) -> None:
+    check(ranks, encoder, (2, 2, 1), plan="auto")
+    check(ranks, decoder, (2, 1, 2), plan="auto")
 
 
 # ------------------------------------------------------------------------------------------------ weights of parts

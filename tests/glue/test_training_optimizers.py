@@ -175,7 +175,9 @@ def test_f1_clipping_by_hand_in_manual_optimization(ranks: Ranks, layout: Layout
         split, replicated = step_of(by_norm)
         assert split == pytest.approx([0.3, 0, 0, 0.4], abs=1e-5)
         assert replicated == pytest.approx([1.2], abs=1e-5)
-        assert step_of(by_value)[1] == pytest.approx([1.3], abs=1e-6)
+        split, replicated = step_of(by_value)
+        assert split == pytest.approx([1.3, 0, 0, 1.3], abs=1e-6)
+        assert replicated == pytest.approx([1.3], abs=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------ manual optimization

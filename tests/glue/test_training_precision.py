@@ -280,7 +280,7 @@ def skipped(site: Site) -> Any:
     plain = [LeavesOut()] if site.layout is None else []
     inject = Injects(math.nan, 1, batch=5)
     seen = fit(site, Broken(), callbacks=[inject, *plain])
-    assert inject.skipped in (None, 2)
+    assert inject.skipped == (None if site.layout is None else 2)
     assert inject.moved()[1] is inject.moved()[4] is False
     losses = [batch[0] for batch in seen["batches"]]
     return {"losses": losses, "weights": seen["weights"], "steps": seen["steps"], "moved": inject.moved()}
