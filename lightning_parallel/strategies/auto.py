@@ -124,7 +124,7 @@ class AutoStrategy(TensorPipelineStrategy):
                 f"ranks have different devices ({', '.join(names)}); plan for one kind, or name it by gpu="
             )
         gpu = self._gpu(min(amount for _, amount in facts))
-        shape = self.shape or shape_of_module(module, seq=self.seq)
+        shape = self.shape or _read_shape(module, self.seq)
         cluster = Cluster(gpu, self.num_processes, self.num_nodes)
         precision = str(self.precision_plugin.precision)
         self.choices = self.plan(module, cluster, self._batch(), precision, shape, self._fixed(module))
@@ -186,6 +186,16 @@ class AutoStrategy(TensorPipelineStrategy):
         if self.root_device.type == "cuda":
             return recognise(self._device_name(), memory_gib)
         return cpu_process(memory_gib)
+
+
+def _read_shape(module: nn.Module, seq: int) -> ModelShape:
+    try:
+        return shape_of_module(module, seq=seq)
+    except ValueError as error:
+        raise ValueError(
+            f"the sizes of {type(module).__name__} cannot be read off it ({error}); build its layers in __init__, or "
+            "pass AutoStrategy(shape=ModelShape(...)) with those of lightning_parallel.planner.model_shape"
+        ) from error
 
 
 def planned_states(precision: str, zero_stage: int) -> tuple[str, str]:

@@ -86,6 +86,8 @@ def test_a_plan_needs_no_trainer_and_keeps_what_is_given() -> None:
     assert all(choice.job.global_batch == 2 * choice.plan.split.data for choice in choices.ranked)
     assert all(choice.plan.worst.master_weights == 0 for choice in choices.ranked), "autocast has no master weights"
     assert choices.ranked == tuple(sorted(choices.ranked, key=lambda choice: choice.seconds_per_sequence))
+    with pytest.raises(ValueError, match="the module has no embedding or no list of equal blocks"):
+        AutoStrategy.plan(torch.nn.Identity(), cluster, 2)
     with pytest.raises(ValueError, match="precision='64-true' is not planned"):
         AutoStrategy.plan(torch.nn.Identity(), cluster, 2, "64-true", shape)
 
