@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
 
-import pytest
-import torch
+# Before torch and scipy are loaded: on few cores, which ranks share, more threads of theirs only wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.harness import Ranks, WorkerPool
+from collections.abc import Iterator  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from tests.harness import Ranks, WorkerPool  # noqa: E402
 
 collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 
