@@ -245,6 +245,13 @@ class PartitionedStrategy(DDPStrategy):
         with self._sight.hidden():
             return super().optimizer_step(*args, **kwargs)
 
+    def full_params(self) -> AbstractContextManager[None]:
+        """Inside, parameters that replicas share are whole on every rank, and changes to them count.
+
+        To be entered on every rank, which all make the same changes. Takes the memory of the whole model.
+        """
+        return self._sight.full()
+
     # -------------------------------------------------------------- reductions
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Rank `src`'s object, on every rank of the world."""

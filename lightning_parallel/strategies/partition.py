@@ -28,7 +28,7 @@ from lightning_parallel.tensor_parallel.rules import TensorPlan
 from lightning_parallel.tensor_parallel.shards import all_gather_full, shard_tensor
 from lightning_parallel.zero.unit_sharder import UnitSharder
 
-__all__ = ["Partition", "agree", "make_partition", "materialize", "synchronize_start"]
+__all__ = ["Partition", "agree", "give_memory", "make_partition", "materialize", "own_tensors", "synchronize_start"]
 
 
 def agree(mesh_group: Any, work: Callable[[], Any]) -> Any:
@@ -69,12 +69,12 @@ def materialize(module: nn.Module, device: torch.device, given: Collection[str] 
     """
     for name, child in module.named_modules():
         prefix = f"{name}." if name else ""
-        own = {prefix + leaf: t for leaf, t in _own_tensors(child).items()}
+        own = {prefix + leaf: t for leaf, t in own_tensors(child).items()}
         empty = {key: t for key, t in own.items() if t.is_meta}
         if not empty:
             continue
         for tensor in empty.values():
-            _give_memory(tensor, device)
+            give_memory(tensor, device)
         if all(key in given for key in empty):
             continue
         reset = getattr(child, "reset_parameters", None)
@@ -90,12 +90,13 @@ def materialize(module: nn.Module, device: torch.device, given: Collection[str] 
                 own[key].copy_(value)
 
 
-def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers that a module itself has."""
     parts = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     return dict(parts)
 
 
-def _give_memory(tensor: torch.Tensor, device: torch.device) -> None:
+def give_memory(tensor: torch.Tensor, device: torch.device) -> None:
     """Turns a meta tensor into one with memory, as the same Python object."""
     real: torch.Tensor = torch.empty_like(tensor, device=device)
     if isinstance(tensor, nn.Parameter):
@@ -104,16 +105,21 @@ def _give_memory(tensor: torch.Tensor, device: torch.device) -> None:
     torch.utils.swap_tensors(tensor, real)
 
 
-def synchronize_start(module: nn.Module, mesh: Mesh) -> None:
+def synchronize_start(module: nn.Module, mesh: Mesh, leaves_meta: bool = False) -> None:
     """Makes every rank start from rank 0's weights, and every replica's ranks from one random state.
 
-    Weights that are still on the meta device are drawn first.
+    Args:
+        module: the plain module.
+        mesh: groups of this rank.
+        leaves_meta: leave what is on the meta device there, if there are replicas that will share it. Otherwise it is
+            drawn first.
     """
-    materialize(module, torch.device("cpu"))
+    if not leaves_meta or mesh.data is None:
+        materialize(module, torch.device("cpu"))
     if mesh.layout.world_size == 1:
         return
     with torch.no_grad():
-        for tensor in [*module.parameters(), *module.buffers()]:
+        for tensor in (t for t in (*module.parameters(), *module.buffers()) if not t.is_meta):
             shared = tensor.detach().to(mesh.device).contiguous()
             comm.broadcast_(shared, 0, mesh.world)
             if shared.data_ptr() != tensor.data_ptr():
@@ -290,7 +296,7 @@ def _apply(
     if cut_plan is not None:
         cut = StageCut(module, cut_plan, mesh.stage, mesh.device)
         cut.apply()
-    module.to(mesh.device)
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(mesh.device))
     _compat.set_module_device(module, mesh.device)
     return undo, cut
 

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_parallel.checkpoint.consolidate import ModelShards, on_cpu
 from lightning_parallel.mesh import gather_groups
 from lightning_parallel.strategies.partition import Partition
+from lightning_parallel.strategies.unit_start import draw_shares, leave_meta
 from lightning_parallel.zero.gathering import UnitGatherer
 from lightning_parallel.zero.sharder import ShardOptions
 from lightning_parallel.zero.unit_scopes import plan_model
@@ -26,7 +27,7 @@ def shard_units(
     blocks: str | Sequence[str],
     trains: bool,
 ) -> UnitSharder:
-    """Shards the parameters of a module that every rank has whole now. Collective over the replicas.
+    """Shards the parameters of a module that every rank has whole or on the meta device. Collective over the world.
 
     Args:
         partition: the module of one rank; from now on it knows where its weights are.
@@ -39,10 +40,12 @@ def shard_units(
     scopes = {number: partition.module.get_submodule(name) for number, name in enumerate(plan.scopes)}
     units = plan.unit_of()
     gatherer = UnitGatherer(scopes, *gather_groups(partition.mesh))
+    waiting = leave_meta(partition.module, partition.mesh.device)
     numbered = {p: units[name] for name, p in partition.originals.items()}
     sharder = UnitSharder(numbered, optimizers, partition.mesh.data, options, gatherer, trains)
     partition.units = sharder
     partition.shards = UnitWeights(partition.shards, sharder, partition.originals)
+    draw_shares(partition.module, sharder, waiting, partition.mesh)
     return sharder
 
 

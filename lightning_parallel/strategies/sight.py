@@ -68,6 +68,12 @@ class Sight:
         with view, guard:
             yield
 
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        """Inside, parameters that replicas share are whole, also if a hook is running."""
+        with self.hidden(), nullcontext() if self._units is None else self._units.gatherer.full():
+            yield
+
     def watched(self, what: str, lockstep: bool = True) -> AbstractContextManager[None]:
         """Around the user's own step, named by `what`: it has parameters whole, or must not mistake parts for that.
 

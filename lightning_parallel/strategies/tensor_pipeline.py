@@ -137,7 +137,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
         refuse_module(module, self.layout, micro_batches, self.pipeline_config.evaluation_micro_batches)
         self.precision_plugin.convert_module(module)
         self._apply_sync_batchnorm(module)
-        synchronize_start(module, self.mesh)
+        synchronize_start(module, self.mesh, leaves_meta=self.zero_config.stage == 3)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             if self._sharding is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from lightning_parallel.strategies.config import LossWeight, ZeroConfig
@@ -15,12 +13,12 @@ __all__ = ["ZeroStrategy"]
 class ZeroStrategy(TensorPipelineStrategy):
     """Data parallel training of an unmodified LightningModule with sharded model state (Rajbhandari et al. 2020).
 
-    Stage 1 shards the optimizer's state over the replicas, stage 2 also the gradients. Loss, gradients, logged values
-    and checkpoints are those of one plain process on the same global batch. Any torch optimizer works that treats
-    elements alone or parameters alone; each rank's part of it steps on its shards.
+    Stage 1 shards the optimizer's state over the replicas, stage 2 also the gradients, stage 3 also the parameters.
+    Loss, gradients, logged values and checkpoints are those of one plain process on the same global batch. Any torch
+    optimizer works that treats elements alone or parameters alone; each rank's part of it steps on its shards.
 
     Args:
-        stage: 0 (plain data parallel), 1 or 2; or FSDP's names "NO_SHARD" and "SHARD_GRAD_OP".
+        stage: 0 (plain data parallel), 1, 2 or 3; or FSDP's names "NO_SHARD", "SHARD_GRAD_OP" and "FULL_SHARD".
         offload: None, "cpu" (the optimizer's side of the shards lies in host memory and is stepped there), or "nvme"
             (optimizer states in files, brought in bucket by bucket).
         nvme_path: folder for these files, on a local disk; the trainer's `default_root_dir` if None.
@@ -31,8 +29,8 @@ class ZeroStrategy(TensorPipelineStrategy):
             gradients that are not finite.
         sync_logs: logged values are those of the global batch on every rank. False: each replica logs its own.
         bucket_bytes: size of the buckets in which gradients are reduced and offloaded shards travel.
-        **kwargs: restore_weights, process_group_backend and timeout, as for `TensorPipelineStrategy`; accelerator,
-            devices, plugins and start_method, as for Lightning's DDPStrategy.
+        **kwargs: blocks (what stage 3 gathers one by one), restore_weights, process_group_backend and timeout, as for
+            `TensorPipelineStrategy`; accelerator, devices, plugins and start_method, as for Lightning's DDPStrategy.
 
     Raises:
         ValueError: an option is not understood or not available.
@@ -62,18 +60,3 @@ class ZeroStrategy(TensorPipelineStrategy):
             bucket_bytes=bucket_bytes,
             **kwargs,
         )
-
-    @contextmanager
-    def full_params(self) -> Iterator[None]:
-        """Inside, every parameter of the module is whole on every rank, and changes to it count.
-
-        To be entered on every rank, which all make the same changes. Of use in stage 3 alone, and there not needed in
-        hooks, which see whole parameters one by one as they look at them; in steps, for parameters of blocks outside of
-        these, and where many are used together. It takes the memory of the whole model.
-        """
-        units = None if self._partition is None or self._partition.restored else self._partition.units
-        if units is None:
-            yield
-            return
-        with self._sight.hidden(), units.gatherer.full():
-            yield

@@ -229,12 +229,9 @@ class UnitGatherer:
         self._drop_but(set())
 
     def _drop(self, unit: Unit) -> None:
-        self._forget_storages(unit)
+        for bucket in unit.buckets:
+            self._storages.pop(_storage_of(bucket.values), None)
         unit.drop()
-
-    def _gather(self, unit: Unit) -> None:
-        self._forget_storages(unit)
-        unit.gather()
 
     # -------------------------------------------------------------- agreement
     def _go_round(self, wish: int) -> list[int]:
@@ -245,7 +242,7 @@ class UnitGatherer:
     def _finish_round(self) -> list[int]:
         heard = self._rounds.finish()
         for number in sorted({wish for wish in heard if wish >= 0}):
-            self._gather(self.units[number])
+            self.units[number].gather()
         return heard
 
     def meet(self) -> None:
@@ -269,10 +266,6 @@ class UnitGatherer:
     def _note_storages(self, unit: Unit) -> None:
         for bucket in unit.buckets:
             self._storages[_storage_of(bucket.values)] = unit, bucket
-
-    def _forget_storages(self, unit: Unit) -> None:
-        for bucket in unit.buckets:
-            self._storages.pop(_storage_of(bucket.values), None)
 
     def _pack(self, tensor: Tensor) -> Any:
         if tensor.layout is not torch.strided or type(tensor) not in (Tensor, nn.Parameter):
@@ -303,7 +296,9 @@ class UnitGatherer:
                 bucket.version += 1
             if old:
                 self._drop(unit)
-        if self._in_step:
+        if self._pinned:
+            self._bring_all()
+        elif self._in_step:
             self.meet()
             self._bring(self.root)
 
@@ -317,10 +312,7 @@ class UnitGatherer:
             self.meet()
         self.settle()
         self._pinned = True
-        for unit in self.units:
-            self._gather(unit)
-            unit.complete()
-            self._note_storages(unit)
+        self._bring_all()
         try:
             yield
         finally:
@@ -330,6 +322,12 @@ class UnitGatherer:
                     bucket.take_back()
             if not (self._in_step or self._in_backward):
                 self.drop_all()
+
+    def _bring_all(self) -> None:
+        for unit in self.units:
+            unit.gather()
+            unit.complete()
+            self._note_storages(unit)
 
 
 def _storage_of(tensor: Tensor) -> int:

@@ -64,18 +64,22 @@ class UnitBucket(ShardBucket):
                 self.attach(self.own)
         fill = float("nan") if self.own.is_floating_point() else 0
         self._nothing = torch.full((), fill, dtype=self.own.dtype, device=self.own.device)
+        self.presence = Presence.AWAY
         self._arriving: Any = None
+        self._landing: Tensor | None = None  # must live until values have arrived
         self._versions: list[int] = []
         self._hide()
 
     # -------------------------------------------------------------- presence
     def gather(self) -> None:
-        """Begins to bring all values here. Collective over the group."""
-        self._settle()
+        """Begins to bring all values here; if they are here, takes part for the others. Collective over the group."""
+        self._wait()
         with torch.inference_mode(False):
-            self.values = torch.empty(self.layout.size, dtype=self.own.dtype, device=self.own.device)
-        self._arriving = self._gather(self.values, self.own, async_op=True)
-        self.presence = Presence.COMING
+            self._landing = torch.empty(self.layout.size, dtype=self.own.dtype, device=self.own.device)
+        if self.presence is Presence.AWAY:
+            self.values = self._landing
+            self.presence = Presence.COMING
+        self._arriving = self._gather(self._landing, self.own, async_op=True)
 
     def complete(self) -> None:
         """Waits for values that are on their way; parameters are whole."""
@@ -91,7 +95,7 @@ class UnitBucket(ShardBucket):
     def _wait(self) -> None:
         if self._arriving is not None:
             self._arriving.wait()
-            self._arriving = None
+        self._arriving = self._landing = None
 
     def drop(self) -> None:
         """Frees the values. What was written into the parameters in the meantime stays."""

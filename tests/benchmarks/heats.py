@@ -87,6 +87,8 @@ TORCH_1F1B = Job("torch Schedule1F1B, plain loop", "bare_jobs.torch_1f1b", last_
 REDUNDANCY = Job("Lightning DDP, ZeroRedundancyOptimizer", "lightning_jobs.ddp_zero_redundancy")
 ZERO1 = Job("zero1", "lightning_jobs.our_zero1")
 ZERO2 = Job("zero2", "lightning_jobs.our_zero2")
+FSDP2 = Job("ModelParallelStrategy, fully_shard", "lightning_jobs.fully_sharded")
+ZERO3 = Job("zero3", "lightning_jobs.our_zero3")
 ZERO2_OFFLOAD = Job("zero2_offload", "lightning_jobs.our_zero2_offload")
 ZERO2_NVME = Job("zero2, nvme", "lightning_jobs.our_zero2_nvme")
 
@@ -110,15 +112,19 @@ HEATS = {
         ),
     ),
     "zero": Heat(
-        "sharded optimizer state and gradients, 2 processes",
-        (OUR_DATA, REDUNDANCY, ZERO1, ZERO2),
-        tuple(
-            target
-            for job in (ZERO1, ZERO2)
-            for target in (
-                Target(job.name, OUR_DATA.name, "overhead", {"mid": 0.03}),
-                Target(job.name, REDUNDANCY.name, "faster", {"mid": 1.1}),
-            )
+        "sharded optimizer state, gradients and parameters, 2 processes",
+        (OUR_DATA, REDUNDANCY, ZERO1, ZERO2, FSDP2, ZERO3),
+        (
+            *(
+                target
+                for job in (ZERO1, ZERO2)
+                for target in (
+                    Target(job.name, OUR_DATA.name, "overhead", {"mid": 0.03}),
+                    Target(job.name, REDUNDANCY.name, "faster", {"mid": 1.1}),
+                )
+            ),
+            Target(ZERO3.name, FSDP2.name, "faster", {"mid": 1.3}),
+            Target(ZERO3.name, FSDP2.name, "cpu", {"mid": 1.0}),
         ),
     ),
     "offload": Heat(

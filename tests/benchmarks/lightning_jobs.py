@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -76,6 +77,22 @@ class LitDTensorGPT(LitGPT):
                 plan[f"blocks.{index}.{name}"] = RowwiseParallel()
         assert self.device_mesh is not None, "ModelParallelStrategy sets the mesh"
         parallelize_module(self.model, self.device_mesh["tensor_parallel"], plan)
+
+
+class LitFullyShardedGPT(LitGPT):
+    """What `ModelParallelStrategy` asks its user to write for FSDP2."""
+
+    split = False
+
+    def configure_model(self) -> None:
+        if self.split:
+            return
+        self.split = True
+        assert self.device_mesh is not None, "ModelParallelStrategy sets the mesh"
+        mesh = self.device_mesh["data_parallel"]
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
 
 
 class StepTimer(Callback):
@@ -161,6 +178,17 @@ def ddp_zero_redundancy(run: Run) -> list[Tensor]:
 def our_zero1(run: Run) -> list[Tensor]:
     """This package, optimizer state sharded."""
     return _fit(run, LitGPT(run.sizes), ZeroStrategy(stage=1), run.ranks)
+
+
+def fully_sharded(run: Run) -> list[Tensor]:
+    """Lightning's `ModelParallelStrategy` with torch's `fully_shard` (FSDP2)."""
+    strategy = ModelParallelStrategy(data_parallel_size=run.ranks, tensor_parallel_size=1)
+    return _fit(run, LitFullyShardedGPT(run.sizes), strategy, run.ranks)
+
+
+def our_zero3(run: Run) -> list[Tensor]:
+    """This package, parameters sharded too."""
+    return _fit(run, LitGPT(run.sizes), ZeroStrategy(stage=3), run.ranks)
 
 
 def our_zero2(run: Run) -> list[Tensor]:
