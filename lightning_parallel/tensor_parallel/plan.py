@@ -11,6 +11,7 @@ from lightning_parallel.patterns import close_names
 from lightning_parallel.tensor_parallel.assignment import Assignment, assign_patterns
 from lightning_parallel.tensor_parallel.families import assign_automatically
 from lightning_parallel.tensor_parallel.fitting import Subject, Uncallable, fit_region, has_dropout, structure_key
+from lightning_parallel.tensor_parallel.forwards import STATE
 from lightning_parallel.tensor_parallel.heads import patch_sets, read_heads
 from lightning_parallel.tensor_parallel.regions import group_regions, lowest_common
 from lightning_parallel.tensor_parallel.rehearsal import Mismatch
@@ -50,10 +51,11 @@ def resolve_plan(
 
     Raises:
         ValueError: a pattern matches nothing, a style does not fit, heads or sizes do not split over the ranks, a
-            region computes something else when split, or nothing is covered.
+            region computes something else when split, nothing is covered, or a layer was split before.
     """
     if tensor_parallel_size < 1:
         raise ValueError(f"tensor_parallel_size must be at least 1, got {tensor_parallel_size}")
+    _refuse_parts(model)
     if tensor_parallel_size == 1:
         return TensorPlan(1)
     if isinstance(plan, str):
@@ -79,6 +81,18 @@ def resolve_plan(
         check_sequence_parallel(model, result)
     result.tags(model)
     return result
+
+
+def _refuse_parts(model: nn.Module) -> None:
+    """Weights that are parts already would pass for whole ones: in start weights, norms and checkpoints."""
+    for name, module in model.named_modules():
+        state = module.__dict__.get(STATE)
+        if state is not None and state.spec.ranks > 1:
+            raise ValueError(
+                f"{name} is a {type(module).__name__} that holds {state.spec.local_size(state.rank)} of "
+                f"{state.spec.size} along dimension {state.spec.dim} already; make it a plain layer and name it in "
+                "plan=..., which splits it"
+            )
 
 
 def _resolve(model: nn.Module, assignment: Assignment, ranks: int) -> tuple[dict[str, ModuleRule], tuple[Region, ...]]:

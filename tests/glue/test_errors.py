@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_parallel import TensorPipelineStrategy
 from lightning_parallel.strategies import refusals
 from lightning_parallel.strategies.failures import FailureWatch
+from lightning_parallel.tensor_parallel import ColumnParallelLinear
 from lightning_parallel.versions import OLDEST, TESTED, installed_versions, untested_note
 from lightning_parallel.watch import WatchTimes
 from tests.glue.oracle import Classifier, Layout, Net, Samples, Site
@@ -183,6 +184,16 @@ class Odd(NoBlocks):
         self.net = nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 8))  # type: ignore[assignment]
 
 
+class ByHand(Classifier):
+    """Layers that a loop of one's own would use."""
+
+    def configure_model(self) -> None:
+        self.up = ColumnParallelLinear(8, 16, self.trainer.strategy.mesh.tensor, gather_output=True)  # type: ignore[attr-defined]
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch) + self.up(batch["x"]).mean()
+
+
 class Manual(Classifier):
     def __init__(self) -> None:
         super().__init__()
@@ -282,6 +293,12 @@ TENSOR: dict[str, Case] = {
         (NoBlocks, {}),
         {"plan": {"net.0": "colwise", "head": "rowwise_odd"}},
         "plan style 'rowwise_odd' of 'head' is not known; use one of colwise, rowwise, ",
+    ),
+    "parts": (
+        ByHand,
+        {},
+        "up is a ColumnParallelLinear that holds 8 of 16 along dimension 0 already; make it a plain layer and name it "
+        "in plan=..., which splits it",
     ),
     "pattern": (Classifier, {"plan": {"net.fc": "colwise"}}, "plan pattern 'net.fc' matches no module; close names: "),
     "nothing": (NoBlocks, {"plan": "auto"}, "the plan splits no layer of NoBlocks; give one such as plan={"),
