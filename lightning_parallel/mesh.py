@@ -40,6 +40,7 @@ class Mesh:
         world_control: every rank on a host-side group.
         stage_pairs: see `add_stage_groups`.
         gathers: see `gather_groups`.
+        timeout: how long a collective may wait in groups that are made later.
     """
 
     layout: ParallelLayout
@@ -57,6 +58,7 @@ class Mesh:
     world_control: dist.ProcessGroup | None = None
     stage_pairs: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     gathers: list[dist.ProcessGroup | None] = field(default_factory=list)
+    timeout: timedelta | None = None
 
     @cached_property
     def coordinate(self) -> Coordinate:
@@ -131,6 +133,7 @@ def build_mesh(layout: ParallelLayout, device: torch.device, timeout: timedelta 
         model_control=_subset(layout.model_groups(), rank, timeout, backend="gloo"),
         data_control=_subset(layout.data_groups(), rank, timeout, backend="gloo"),
         world_control=_subset((tuple(range(world_size)),), rank, timeout, backend="gloo"),
+        timeout=timeout,
     )
 
 
@@ -150,9 +153,7 @@ def add_stage_groups(mesh: Mesh, owners: tuple[tuple[int, ...], ...], timeout: t
             mesh.stage_pairs[stages] = mine
 
 
-def gather_groups(
-    mesh: Mesh, timeout: timedelta | None = None
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+def gather_groups(mesh: Mesh) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """The data ranks in two more groups, the second one host-side, for parameters that are gathered during steps.
 
     Ranks put these collectives into an order of their own, so that nothing else may travel in the same groups.
@@ -160,8 +161,8 @@ def gather_groups(
     """
     if not mesh.gathers:
         groups = mesh.layout.data_groups()
-        mesh.gathers.append(_subset(groups, mesh.rank, timeout))
-        mesh.gathers.append(_subset(groups, mesh.rank, timeout, backend="gloo"))
+        mesh.gathers.append(_subset(groups, mesh.rank, mesh.timeout))
+        mesh.gathers.append(_subset(groups, mesh.rank, mesh.timeout, backend="gloo"))
     return mesh.gathers[0], mesh.gathers[1]
 
 

@@ -22,6 +22,7 @@ def _stage_rows(partition: Any, layout: ParallelLayout) -> list[tuple[str, str, 
     for stage in range(layout.pipeline):
         held = [tag for tag in partition.tags.values() if stage in tag.stages]
         local = sum(_numel(tag.local_shape(0)) for tag in held)
+        local = local if partition.units is None else -(-local // layout.data)
         blocks = "whole model"
         if plan is not None:
             start, stop = plan.bounds[stage]

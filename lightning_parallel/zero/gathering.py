@@ -107,6 +107,8 @@ class UnitGatherer:
         self._last: Unit | None = None
         self._storages: dict[int, tuple[Unit, UnitBucket]] = {}
         self._hooks: list[Any] = []
+        # Compiled functions call them, and would try to compile them too.
+        self._saving = torch.compiler.disable(self._pack), torch.compiler.disable(self._unpack)
         for number, module in scopes.items():
             self._hook(self.units[number], module)
 
@@ -155,7 +157,7 @@ class UnitGatherer:
         for unit in self.units:
             unit.running = 0
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            with torch.autograd.graph.saved_tensors_hooks(*self._saving):
                 self._bring(self.root)
                 yield
             if lockstep:
