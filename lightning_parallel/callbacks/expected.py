@@ -21,9 +21,12 @@ _FSDP_STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
 
 
 def layout_of(trainer: Trainer) -> ParallelLayout:
-    """How the ranks of a trainer are arranged; everything but this package's strategies is data parallel."""
-    strategy = trainer.strategy
-    return strategy.layout if isinstance(strategy, TensorPipelineStrategy) else ParallelLayout(data=trainer.world_size)
+    """How the ranks of a trainer are arranged."""
+    strategy: Any = trainer.strategy
+    if isinstance(strategy, TensorPipelineStrategy):
+        return strategy.layout
+    tensor = strategy.device_mesh["tensor_parallel"].size() if "ModelParallelStrategy" in _kinds(strategy) else 1
+    return ParallelLayout(data=trainer.world_size // tensor, tensor=tensor)
 
 
 def running_split(trainer: Trainer, batch_size: int, recompute: str = "none") -> Candidate:
@@ -55,14 +58,18 @@ def running_split(trainer: Trainer, batch_size: int, recompute: str = "none") ->
 
 def _foreign_stage(strategy: Any) -> int:
     """The ZeRO stage that a strategy of Lightning amounts to."""
-    kinds = {kind.__name__ for kind in type(strategy).__mro__}
+    kinds = _kinds(strategy)
+    if "ModelParallelStrategy" in kinds:
+        return 3  # what its modules do with `fully_shard`
     if "FSDPStrategy" in kinds:
         return _FSDP_STAGES.get(strategy.sharding_strategy.name, 3)
-    if "DeepSpeedStrategy" in kinds:
-        return int(strategy.config.get("zero_optimization", {}).get("stage", 0))
     if kinds & {"DDPStrategy", "SingleDeviceStrategy"}:
         return 0
-    raise ValueError(f"what {type(strategy).__name__} keeps on a rank is not known; use ddp, fsdp, deepspeed or tp_pp")
+    raise ValueError(f"what {type(strategy).__name__} keeps on a rank is not known; use ddp, fsdp or tp_pp")
+
+
+def _kinds(strategy: Any) -> set[str]:
+    return {kind.__name__ for kind in type(strategy).__mro__}
 
 
 def running_job(trainer: Trainer, shape: ModelShape, split: Candidate, batch_size: int) -> TrainingJob:

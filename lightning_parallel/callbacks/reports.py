@@ -78,6 +78,7 @@ class _Report(Callback):
         assert self.shape is not None, "setup() reads the sizes"
         job = running_job(trainer, self.shape, split, self._batch)
         found = self.figures(trainer, pl_module, job, split)
+        trainer.strategy.barrier("report")  # some rank may still serve what another one reads in its hook
         self.ranks = tuple(comm.gather_objects(found, whole_world()))
         _print(self.title, self.ranks)
 

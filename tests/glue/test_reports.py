@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_parallel import TensorPipelineStrategy
 from lightning_parallel.callbacks import MemoryReport, PlanReport
 from lightning_parallel.strategies import ZeroStrategy
-from tests.glue.oracle import Site
+from tests.glue.oracle import Site, shard
 from tests.glue.training import GPT, Tokens
 from tests.harness import Ranks
 
@@ -32,13 +33,19 @@ class Wide(GPT):
         super().__init__(layers=4, width=32)
         if tied:
             self.head.weight = self.tok.weight
-        self.tied = tied
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def compared(world_size: int, strategy: Any, tied: bool = False, **options: Any) -> Any:
+class Sharded(Wide):
+    """For FSDP as torch has it now."""
+
+    def configure_model(self) -> None:
+        shard(self, self.layers)
+
+
+def compared(world_size: int, strategy: Any, module: type[Wide] = Wide, tied: bool = False, **options: Any) -> Any:
     """The reports of a run of four steps, and what it printed."""
     reports = [MemoryReport(), PlanReport(after_steps=4)]
     trainer = Trainer(
@@ -51,7 +58,7 @@ def compared(world_size: int, strategy: Any, tied: bool = False, **options: Any)
         **options,
     )
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        trainer.fit(Wide(tied), Site().loader(Tokens(32), 4))
+        trainer.fit(module(tied), Site().loader(Tokens(32), 4))
     return reports[0].ranks, reports[1].ranks, printed.getvalue()
 
 
@@ -70,6 +77,7 @@ def on_two(rank: int, world_size: int) -> dict[str, Any]:
         "zero 2, half precision": compared(world_size, ZeroStrategy(2), precision="bf16-true"),
         "autocast": compared(world_size, ZeroStrategy(1), precision="bf16-mixed"),
         "ddp": compared(world_size, "ddp"),
+        "fsdp": compared(world_size, ModelParallelStrategy(2, 1, process_group_backend="gloo"), Sharded),
     }
 
 
