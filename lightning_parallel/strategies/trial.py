@@ -112,9 +112,12 @@ class StepTrial:
             runner.reducer.options = replace(runner.reducer.options, zero_clears_all=runner.is_direct)
 
     def _trained_here(self) -> int:
-        """Parameters whose optimizer state this rank holds."""
+        """Parameters whose optimizer state lies on this device."""
         numel = sum(p.numel() for p in self._partition.local_parameters.values() if p.requires_grad)
-        return -(-numel // self.mesh.layout.data) if isinstance(self._runner.reducer, ZeroSharder) else numel
+        sharder = self._runner.reducer
+        if not isinstance(sharder, ZeroSharder):
+            return numel
+        return 0 if sharder.options.offload is not None else -(-numel // self.mesh.layout.data)
 
     def _walk(self, samples: int) -> _TrialWalk:
         groups = [group for group in vars(self.mesh).values() if isinstance(group, comm.ProcessGroup)]
