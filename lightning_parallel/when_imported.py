@@ -40,7 +40,7 @@ class _Watch(MetaPathFinder):
         """What the other finders find; asking for it only is not importing it."""
         if fullname != self.name:
             return None
-        for finder in [finder for finder in sys.meta_path if finder is not self]:
+        for finder in [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]:
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:

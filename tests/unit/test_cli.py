@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,6 +129,20 @@ def test_the_shape_of_a_module_is_read_off_its_blocks() -> None:
     shape = shape_of_module(module)
     assert (shape.layers, shape.hidden, shape.heads, shape.ffn, shape.vocab) == (6, 64, 4, 256, 1000)
     assert shape.parameters == sum(p.numel() for p in module.parameters())
+
+
+def test_the_configuration_inside_a_module_tells_more_than_its_blocks() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(12345, device="meta"))
+            sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 3, "num_key_value_heads": 2}
+            fields = {"model_type": "llama", "vocab_size": 100, "intermediate_size": 128, **sizes}
+            self.config = SimpleNamespace(to_dict=lambda: fields)
+
+    shape = shape_of_module(nn.ModuleDict({"model": Model()}), seq=32)
+    assert (shape.layers, shape.heads, shape.kv_heads, shape.gated, shape.seq) == (3, 8, 2, True, 32)
+    assert shape.parameters == 12345
 
 
 def test_the_doctor_tells_versions_names_and_devices(
