@@ -129,12 +129,14 @@ class ZeroConfig:
             states and float32 copies are. "nvme" keeps the last two in files.
         nvme_path: folder for these files, on a local disk; the trainer's `default_root_dir` if None.
         offload_parameters: keep shards of parameters in host memory too.
+        prefetch: blocks whose parameters stage 3 gathers ahead of their use; each takes the memory of a block.
     """
 
     stage: int = 0
     offload: str | None = None
     nvme_path: str | None = None
     offload_parameters: bool = False
+    prefetch: int = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or self.stage not in (0, 1, 2, 3):
@@ -143,6 +145,8 @@ class ZeroConfig:
                 "gradients) or 3 (also parameters)"
             )
         check_flag("offload_parameters", self.offload_parameters)
+        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
+            raise ValueError(f"prefetch={self.prefetch!r} is not a number of blocks; use 0 or more")
         if self.offload_parameters:
             raise ValueError(
                 f"offload_parameters=True is not available: parameters of stage {self.stage} stay on the device; leave "
@@ -176,6 +180,9 @@ class ZeroConfig:
     def of(cls, stage: int | str | ZeroConfig, **options: Any) -> ZeroConfig:
         """From a number, from the name that FSDP has for it, or from one that is complete."""
         if isinstance(stage, ZeroConfig):
+            given = next((name for name, value in options.items() if value), None)
+            if given is not None:
+                raise ValueError(f"{given}={options[given]!r} is given beside a ZeroConfig; set it there")
             return stage
         number: Any = ZERO_STAGES.get(stage, stage) if isinstance(stage, str) else stage
         return cls(number, **options)

@@ -209,6 +209,8 @@ class Partition:
         for holder, attribute, values in copies:
             setattr(holder, attribute, _compat.copy_module(self.module, {}))
             _set_values(getattr(holder, attribute), *values)
+        if self.units is not None:
+            self.units.forget_values()
         self.is_whole = keep_weights or self.shards.is_whole
         self.restored = True
 

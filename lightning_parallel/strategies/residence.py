@@ -39,7 +39,7 @@ def shard_units(
     plan = plan_model(partition.module, blocks)
     scopes = {number: partition.module.get_submodule(name) for number, name in enumerate(plan.scopes)}
     units = plan.unit_of()
-    gatherer = UnitGatherer(scopes, *gather_groups(partition.mesh))
+    gatherer = UnitGatherer(scopes, *gather_groups(partition.mesh), options.prefetch)
     waiting = leave_meta(partition.module, partition.mesh.device)
     numbered = {p: units[name] for name, p in partition.originals.items()}
     sharder = UnitSharder(numbered, optimizers, partition.mesh.data, options, gatherer, trains)

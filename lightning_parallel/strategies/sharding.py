@@ -90,6 +90,7 @@ class ReplicaSharding:
             shows_gradients=looks_at_gradients(trainer),
             zero_clears_all=is_direct,
             offload=zero.host_side(trainer.default_root_dir),
+            prefetch=zero.prefetch,
         )
         self.sharder: ZeroSharder
         if zero.stage == 3:

@@ -39,6 +39,14 @@ class _SharedWeights(WeightsValue):
         bucket, place = self.view.units.bucket_of(self.local)
         return bucket.gather_one(place, self._share())
 
+    def read(self) -> Tensor:
+        if self.view.units.gatherer.is_free:
+            raise RuntimeError(
+                f"{self.name} cannot be read in a hook per batch while replicas are at batches of their own "
+                "(prediction, validation with own samplers); read it in the step, or in a hook at the end of the epoch"
+            )
+        return super().read()
+
     @torch.no_grad()
     def write(self, whole: Tensor) -> None:
         self.view.reads.note_write(self.name)

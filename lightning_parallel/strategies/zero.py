@@ -18,7 +18,8 @@ class ZeroStrategy(TensorPipelineStrategy):
     optimizer works that treats elements alone or parameters alone; each rank's part of it steps on its shards.
 
     Args:
-        stage: 0 (plain data parallel), 1, 2 or 3; or FSDP's names "NO_SHARD", "SHARD_GRAD_OP" and "FULL_SHARD".
+        stage: 0 (plain data parallel), 1, 2 or 3; or FSDP's names "NO_SHARD", "SHARD_GRAD_OP" and "FULL_SHARD"; or a
+            `ZeroConfig`, which then holds the offload options too.
         offload: None, "cpu" (the optimizer's side of the shards lies in host memory and is stepped there), or "nvme"
             (optimizer states in files, brought in bucket by bucket).
         nvme_path: folder for these files, on a local disk; the trainer's `default_root_dir` if None.
@@ -38,7 +39,7 @@ class ZeroStrategy(TensorPipelineStrategy):
 
     def __init__(
         self,
-        stage: int | str = 2,
+        stage: int | str | ZeroConfig = 2,
         offload: str | None = None,
         nvme_path: str | None = None,
         offload_parameters: bool = False,

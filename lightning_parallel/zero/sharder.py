@@ -46,6 +46,7 @@ class ShardOptions:
         zero_clears_all: `zero_grad()` also forgets what has accumulated but was not reduced yet. False if a step's
             gradients are already there when it is called.
         offload: where the optimizer's side lies instead of on the device.
+        prefetch: units that stage 3 gathers ahead of their use.
     """
 
     stage: int = 2
@@ -54,6 +55,7 @@ class ShardOptions:
     shows_gradients: bool = False
     zero_clears_all: bool = True
     offload: Offload | None = None
+    prefetch: int = 1
 
     def __post_init__(self) -> None:
         if self.stage not in (1, 2, 3):

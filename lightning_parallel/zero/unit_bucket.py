@@ -152,6 +152,14 @@ class UnitBucket(ShardBucket):
             part.copy_(new)
 
     def release(self) -> None:
-        """Forgets gradients; this rank's share stays."""
+        """Forgets gradients; this rank's share stays until `forget_share`."""
         self.drop()
         self.clear()
+
+    def forget_share(self) -> None:
+        """Frees this rank's share; float32 copies stay, for checkpoints of the finished run."""
+        steps_on_copy = self.has_master
+        self.own = self.own.new_empty(0)
+        if not steps_on_copy:
+            self.master = self.own
+        self.shards = [None] * len(self.shards)

@@ -149,6 +149,11 @@ class UnitSharder(ZeroSharder):
         for bucket in self.unit_buckets:
             bucket.release()
 
+    def forget_values(self) -> None:
+        """The run is over, and what is wanted of its parameters is somewhere else."""
+        for bucket in self.unit_buckets:
+            bucket.forget_share()
+
     # -------------------------------------------------------------- whole parameters
     def full_values(self, take: Callable[[nn.Parameter, Tensor], None]) -> None:
         """Hands out every whole parameter, one bucket at a time. Collective over the group."""

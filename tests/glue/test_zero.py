@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_parallel import ZeroStrategy
+from lightning_parallel.strategies.config import ZeroConfig
 from lightning_parallel.zero.memory import state_bytes
 from tests.glue.checkpointing import TiedGPT, assert_same_file, on_layout, run_both, train
 from tests.glue.oracle import Classifier, Layout, Samples, Scenario, Site, assert_same, check, held, observe
@@ -178,6 +179,7 @@ def test_names_shard_the_state(ranks: Ranks, stage: int) -> None:
         ({"offload": "cpu", "nvme_path": "/scratch"}, "nvme_path='/scratch' goes with offload='nvme'; add"),
         ({"stage": 0, "offload": "cpu"}, "offload='cpu' moves what is sharded, but stage 0 shards nothing"),
         ({"offload_parameters": True}, "offload_parameters=True is not available: parameters of stage 2 stay"),
+        ({"stage": 3, "blocks": 5}, "blocks=5 names no blocks"),
         ({"stages": 2}, "ZeroStrategy has no option 'stages'; did you mean stage?"),
     ],
 )
@@ -190,6 +192,11 @@ def test_names_of_other_worlds() -> None:
     assert ZeroStrategy("SHARD_GRAD_OP").zero_config.stage == 2
     assert ZeroStrategy("NO_SHARD", offload=None, offload_parameters=False).zero_config.stage == 0
     assert ZeroStrategy("FULL_SHARD").zero_config.stage == 3
+    assert ZeroStrategy(ZeroConfig(3, prefetch=2)).zero_config.prefetch == 2
+    with pytest.raises(ValueError, match="offload='cpu' is given beside a ZeroConfig; set it there"):
+        ZeroStrategy(ZeroConfig(3), offload="cpu")
+    with pytest.raises(ValueError, match="prefetch=-1 is not a number of blocks; use 0 or more"):
+        ZeroConfig(3, prefetch=-1)
 
 
 def refused(site: Site) -> str:
