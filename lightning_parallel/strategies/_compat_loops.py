@@ -86,17 +86,20 @@ def _limits(owner: Any) -> list[Any]:
 
 
 # ------------------------------------------------------------------------------------------------ should_stop
-def agree_to_stop(trainer: Trainer) -> None:
+def agree_to_stop(trainer: Trainer, replicas: int = 1) -> None:
     """Makes `trainer.should_stop` the same on every rank wherever the loops are about to look at it.
 
     Any rank may set it, in any hook. It is voted on after the hooks of every training batch, after validation, and
-    around epochs, so that all ranks leave the loop where a single process would.
+    around epochs, so that all ranks leave the loop where a single process would. Several replicas also tell each other
+    before each training batch whether it is their last one: a replica that has more would wait for the others forever.
     """
     fit = trainer.fit_loop
     owners: list[Any] = [trainer._logger_connector, fit, fit.epoch_loop.val_loop]
     for owner, voting in zip(owners, (_VotingConnector, _VotingFitLoop, _VotingValidation), strict=True):
         if type(owner) is voting.__base__:
             owner.__class__ = voting
+    if replicas > 1:
+        trainer._logger_connector.__class__ = _ReplicaConnector
 
 
 def _vote(trainer: Trainer) -> None:
@@ -109,6 +112,20 @@ class _VotingConnector(_LoggerConnector):
         if self.trainer.training:
             _vote(self.trainer)
         super().on_batch_end()
+
+
+class _ReplicaConnector(_VotingConnector):
+    def on_batch_start(self, *args: Any, **kwargs: Any) -> Any:
+        # Before the batch: what is the last one decides about gradients that accumulate.
+        if self.trainer.training:
+            ends, strategy = self.trainer.is_last_batch, self.trainer.strategy
+            if strategy.reduce_boolean_decision(ends, all=False) and not strategy.reduce_boolean_decision(ends):
+                number = self.trainer.fit_loop.batch_idx + 1
+                raise ValueError(
+                    f"the training data of some replicas ends with batch {number} of this epoch and that of others "
+                    f"goes on; give every replica the same number of batches, for example limit_train_batches={number}"
+                )
+        return super().on_batch_start(*args, **kwargs)
 
 
 class _VotingValidation(_EvaluationLoop):

@@ -152,7 +152,7 @@ class PartitionedStrategy(DDPStrategy):
             self._seed = comm.broadcast_object(torch.initial_seed() % 2**62, 0, self._mesh.world)
         self._start_watch()
         _compat.remember_loaders(self._trainer())
-        agree_to_stop(self._trainer())
+        agree_to_stop(self._trainer(), self.layout.data)
         self._training_samples = SampleCounter(self.layout.data, self.mesh.data_rank)
         self._evaluation_samples = SampleCounter(self.layout.data, self.mesh.data_rank)
 

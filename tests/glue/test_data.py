@@ -75,14 +75,14 @@ class Backwards(Sampler[int]):
 
 
 class Stream(IterableDataset[Any]):
-    """Samples without a length; replicas take turns because the user says so."""
+    """An odd number of samples without a length; replicas take turns because the user says so."""
 
     def __init__(self, start: int, step: int) -> None:
         self.start, self.step = start, step
 
     def __iter__(self) -> Iterator[Any]:
-        samples = Samples(COUNT)
-        return (samples[index] for index in range(self.start, COUNT, self.step))
+        samples = Samples(COUNT - 1)
+        return (samples[index] for index in range(self.start, len(samples), self.step))
 
 
 def replica(site: Site) -> int:
@@ -114,6 +114,32 @@ def own_division(site: Site) -> Any:
 def test_samplers_and_streams_of_the_user(ranks: Ranks, layout: Layout) -> None:
     for scenario in (own_sampler, stream, own_division):
         check(ranks, scenario, layout)
+
+
+def ends_apart(site: Site) -> list[str]:
+    """Replicas with 8 and 4, and with 6 and 4 batches; in the fourth, one of them alone would step."""
+    texts = []
+    first = replica(site) == 0
+    sized = torch.utils.data.Subset(Samples(COUNT), range(12 if first else 8))
+    for data in (Stream(0 if first else 8, 1), sized):
+        loader = DataLoader(data, batch_size=2)
+        more: dict[str, Any] = {"use_distributed_sampler": False, "accumulate_grad_batches": 3}
+        with pytest.raises(ValueError, match="ends with batch 4 of this epoch") as error:
+            site.trainer(**more).fit(Classifier(), loader)
+        texts.append(str(error.value))
+        trainer = site.trainer(limit_train_batches=4, **more)
+        trainer.fit(Classifier(), loader)
+        assert trainer.global_step == 2 * 2
+    return texts
+
+
+def test_replicas_that_end_at_different_batches_are_told(ranks: Ranks) -> None:
+    for texts in ranks(2, observe, ends_apart, (1, 1, 2), {}, launch="lightning"):
+        for text in texts:
+            assert text == (
+                "the training data of some replicas ends with batch 4 of this epoch and that of others goes on; give "
+                "every replica the same number of batches, for example limit_train_batches=4"
+            )
 
 
 class Module(LightningDataModule):
