@@ -9,10 +9,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from lightning_parallel.commands import doctor, explain, plan, scaling
-from lightning_parallel.commands.answer import show
+from lightning_parallel.commands.answer import show, standard_console
 
 __all__ = ["main"]
 
@@ -37,5 +35,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"lightning-parallel: error: {error}\n")
         return USAGE_ERROR
     if not answer.quiet:
-        show(answer, as_json=parsed.json, console=Console(file=sys.stdout))
+        show(answer, as_json=parsed.json, console=standard_console())
     return answer.status

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from rich.console import Console
 
 from lightning_parallel import comm
 from lightning_parallel.callbacks.expected import layout_of, running_job, running_split
-from lightning_parallel.commands.answer import show_parts, table
+from lightning_parallel.commands.answer import show_parts, standard_console, table
 from lightning_parallel.commands.modules import shape_of_module
 from lightning_parallel.mesh import whole_world
 from lightning_parallel.pipeline.batch import batch_size
@@ -164,4 +163,4 @@ def _print(title: str, ranks: tuple[Figures, ...]) -> None:
     for rank, figures in enumerate(ranks):
         grid.add_row(str(rank), *(f"{figures[name][0]:.3g} / {figures[name][1]:.3g}" for name in names))
     # A title of the table would be as narrow as the table.
-    show_parts([title, grid], Console())
+    show_parts([title, grid], standard_console())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     Subcommands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["Answer", "add_command", "show", "show_parts", "table"]
+__all__ = ["Answer", "add_command", "show", "show_parts", "standard_console", "table"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,16 @@ def add_command(
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     parser.set_defaults(answer=answer)
     return parser
+
+
+# Columns of a log or a pipe: figures must not be cut to the 80 that rich takes for them.
+LOG_WIDTH = 160
+
+
+def standard_console() -> Console:
+    """Writes to standard output, as wide as the terminal, or wide enough for every table where there is none."""
+    found = Console(file=sys.stdout)
+    return found if found.is_terminal else Console(file=sys.stdout, width=LOG_WIDTH)
 
 
 def show(answer: Answer, *, as_json: bool, console: Console) -> None:

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from rich.console import Console
 from torch import nn
 
 from lightning_parallel import comm
-from lightning_parallel.commands.answer import show_parts
+from lightning_parallel.commands.answer import show_parts, standard_console
 from lightning_parallel.commands.modules import shape_of_module
 from lightning_parallel.commands.plan_text import plan_text
 from lightning_parallel.layout import ParallelLayout
@@ -240,4 +239,4 @@ def _checkpoints(module: nn.Module) -> bool:
 
 @rank_zero_only
 def _print(choices: Choices) -> None:
-    show_parts(plan_text(choices.data()), Console())
+    show_parts(plan_text(choices.data()), standard_console())
