@@ -251,8 +251,9 @@ class UnitGatherer:
         """Serves the others until all ranks are here: to be called before they do something else together."""
         if self._rounds.is_open:
             self._finish_round()
+        wanted = self._here()
         while set(self._go_round(MEET)) != {MEET}:
-            pass
+            self._drop_but(wanted)
 
     def serve_until(self, is_done: Callable[[], bool]) -> None:
         """Serves the others while this rank waits for something that depends on them."""

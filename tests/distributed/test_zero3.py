@@ -146,21 +146,23 @@ def ugly(rank: int, world_size: int, name: str, prefetch: int) -> Any:
         with torch.inference_mode(), sharder.step("validate", lockstep=False):
             seen.append(float(net(words_of(0, 0, 0), 0, count)))
     sharder.gatherer.settle()
+    here = sum(not unit.is_away for unit in sharder.gatherer.units)
     hidden = [bool(p.isnan().all()) for p in net.parameters()]
     with sharder.gatherer.full():
         weights = {key: value.clone() for key, value in net.state_dict().items()}
     with whole_state(sharder.optimizers[0], dist.group.WORLD, keep=True):
         state = plain_state(optimizer)
     sharder.close()
-    return weights, state, seen[0], all(hidden)
+    return weights, state, seen[0], all(hidden), here
 
 
 @pytest.mark.parametrize(("world_size", "name", "prefetch"), [(2, "adamw", 1), (3, "spectral", 2), (4, "adamw", 0)])
 def test_whatever_runs_in_whatever_order(ranks: Ranks, world_size: int, name: str, prefetch: int) -> None:
     expected = plain(name, world_size)
-    for weights, state, value, is_hidden in ranks(world_size, ugly, name, prefetch):
+    for weights, state, value, is_hidden, here in ranks(world_size, ugly, name, prefetch):
         torch.testing.assert_close((weights, state, value), expected, atol=1e-10, rtol=1e-10)
         assert is_hidden, "between steps parameters have their shape and no values"
+        assert here <= world_size, "who waits for the others does not collect what they ask for"
 
 
 # ------------------------------------------------------------------------------------------------ overlap and memory

@@ -52,6 +52,10 @@ def test_gradients_that_tensor_ranks_complete_first(ranks: Ranks) -> None:
     check(ranks, clipped_windows, (2, 1, 2), plan="auto", zero_stage=2, sequence_parallel=True)
 
 
+def test_every_dimension_at_once(ranks: Ranks) -> None:
+    check(ranks, clipped_windows, (2, 2, 2), plan="auto", zero_stage=2, timeout=110)
+
+
 def by_hand(site: Site) -> Any:
     return [adversaries(site), windows_twice(site)]
 

@@ -17,7 +17,7 @@ from tests.glue.test_callbacks import finetuned
 from tests.glue.test_evaluation import everything_predicted, streams, validate_and_test_around_a_fit
 from tests.glue.test_training_optimizers import accumulation_and_clipping, factors, windows_twice
 from tests.glue.test_training_parameters import by_sample, frozen, sometimes
-from tests.glue.test_training_precision import overflows
+from tests.glue.test_training_precision import exact_bf16_mixed, exact_bf16_true, exact_fp16, overflows
 from tests.glue.test_whole_view import everything, replacing
 from tests.glue.training import fit
 from tests.harness import Ranks
@@ -26,9 +26,9 @@ SHARDED: dict[str, Any] = {"plan": "auto", "zero_stage": 3}
 
 
 def training(site: Site) -> Any:
-    """Windows, clipping, manual optimization, whole and partial parameters, thawing, overflow."""
+    """Windows, clipping, manual optimization, whole and partial parameters, thawing, overflow, half precision."""
     scenarios = (accumulation_and_clipping, windows_twice, factors, frozen, sometimes, by_sample, finetuned, overflows)
-    return [scenario(site) for scenario in scenarios]
+    return [scenario(site) for scenario in (*scenarios, exact_bf16_mixed, exact_bf16_true, exact_fp16)]
 
 
 def looking(site: Site) -> Any:
