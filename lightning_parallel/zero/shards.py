@@ -97,7 +97,7 @@ class BucketLayout:
 def plan_buckets(items: Sequence[Item], ranks: int, limit: int) -> tuple[BucketLayout, ...]:
     """Places every parameter in exactly one bucket.
 
-    Parameters keep their order within a bucket, and buckets come in the order in which they fill up, so that the
+    Parameters keep their order within a bucket, and buckets come in the order of their last items, so that the
     gradients of the first buckets are ready first if the items come in reverse order of the model.
 
     Args:
@@ -122,7 +122,7 @@ def plan_buckets(items: Sequence[Item], ranks: int, limit: int) -> tuple[BucketL
         members.append(index)
         if sum(items[member].numel for member in members) >= limit:
             closed.append(unfinished.pop(key))
-    closed += unfinished.values()
+    closed = sorted([*closed, *unfinished.values()], key=lambda members: members[-1])
     return tuple(_bucket(items, members, ranks, owners.get(members[0])) for members in closed)
 
 

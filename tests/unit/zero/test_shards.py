@@ -102,3 +102,10 @@ def test_bytes_per_parameter_of_fp32_adam(n: int) -> None:
 def test_a_model_of_seven_billion_parameters() -> None:
     gigabytes = [7 * state_bytes(stage, 4).total for stage in (0, 3)]
     assert gigabytes == [112.0, 28.0]
+
+
+@given(items, ranks, limits)
+def test_no_bucket_waits_for_one_that_is_complete_later(items: list[Item], ranks: int, limit: int) -> None:
+    """Buckets are reduced in this order: one with an early and a late parameter must not hold up all others."""
+    ends = [max(slot.index for slot in bucket.slots) for bucket in plan_buckets(items, ranks, limit)]
+    assert ends == sorted(ends)
