@@ -52,8 +52,10 @@ class _SharedWeights(WeightsValue):
         self.view.reads.note_write(self.name)
         bucket, place = self.view.units.bucket_of(self.local)
         new = bucket.cut(place, whole)
-        if new is not None:
-            self._share().copy_(new)
+        if self.copied is None:
+            bucket.write(place, whole)
+        elif new is not None:
+            self.copied.copy_(new)
 
     def copy(self) -> _SharedWeights:
         return _SharedWeights(self.view, self.name, self.local, self._share().clone())
@@ -118,6 +120,7 @@ class UnitView(WholeView):
     def shares(self) -> Iterator[None]:
         """Inside, the module has this rank's shares for parameters, also if a hook that sees whole ones is running."""
         with self.hidden():
+            self.units.gatherer.drop_all()
             places: list[tuple[dict[str, Any], str, Tensor]] = []
             for module in self.partition.module.modules():
                 registry: dict[str, Any] = module._parameters

@@ -297,8 +297,8 @@ class UnitGatherer:
             old = [bucket for bucket in unit.buckets if id(bucket) in changed]
             for bucket in old:
                 bucket.version += 1
-            if old:
-                self._drop(unit)
+                self._storages.pop(_storage_of(bucket.values), None)
+                bucket.discard()
         if self._pinned:
             self._bring_all()
         elif self._in_step:

@@ -67,7 +67,6 @@ class UnitBucket(ShardBucket):
         self.presence = Presence.AWAY
         self._arriving: Any = None
         self._landing: Tensor | None = None  # must live until values have arrived
-        self._versions: list[int] = []
         self._hide()
 
     # -------------------------------------------------------------- presence
@@ -89,7 +88,6 @@ class UnitBucket(ShardBucket):
         with torch.inference_mode(False):
             for view, p in zip(self._views(self.values), self.parameters, strict=True):
                 p.data = view
-        self._versions = [p._version for p in self.parameters]
         self.presence = Presence.HERE
 
     def _wait(self) -> None:
@@ -99,14 +97,14 @@ class UnitBucket(ShardBucket):
 
     def drop(self) -> None:
         """Frees the values. What was written into the parameters in the meantime stays."""
-        self._settle()
+        self.take_back()
+        self.discard()
+
+    def discard(self) -> None:
+        """Frees values that are old."""
+        self._wait()
         if self.presence is not Presence.AWAY:
             self._hide()
-
-    def _settle(self) -> None:
-        self._wait()
-        if self.presence is Presence.HERE and self._versions != [p._version for p in self.parameters]:
-            self.take_back()
 
     def _hide(self) -> None:
         with torch.inference_mode(False):
@@ -117,8 +115,9 @@ class UnitBucket(ShardBucket):
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Takes over what was written into this rank's share of the values that are here."""
-        self.own.copy_(self.values[self._start : self._stop])
+        """Takes over what was written into this rank's share of the values, if they are here."""
+        if self.presence is Presence.HERE:
+            self.own.copy_(self.values[self._start : self._stop])
 
     # -------------------------------------------------------------- what a bucket of whole parameters does differently
     def share_values(self) -> comm.Work | None:
@@ -146,10 +145,13 @@ class UnitBucket(ShardBucket):
         return comm.all_gather_dim(share.reshape(-1), self.gather_group, 0, sizes).view(shape)
 
     def write(self, place: int, full: Tensor) -> None:
-        """Takes this rank's part of a parameter's new values."""
+        """Takes this rank's part of a parameter's new values, and all of them if they are here."""
         part, new = self.own_part(place, self.own), self.cut(place, full)
         if part is not None and new is not None:
             part.copy_(new)
+        if self.presence is not Presence.AWAY:
+            self._wait()
+            self._views(self.values)[place].copy_(full)
 
     def release(self) -> None:
         """Forgets gradients; this rank's share stays until `forget_share`."""

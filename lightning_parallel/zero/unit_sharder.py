@@ -136,6 +136,12 @@ class UnitSharder(ZeroSharder):
         self.gatherer.serve_until(lambda: cast(UnitBucket, bucket).is_summed)
         bucket.wait()
 
+    def before_step(self, buckets: Sequence[ShardBucket]) -> None:
+        """What was written into parameters that are here counts in the step."""
+        for bucket in cast(Sequence[UnitBucket], buckets):
+            bucket.take_back()
+        super().before_step(buckets)
+
     @torch.no_grad()
     def after_step(self, buckets: Sequence[ShardBucket], works: Sequence[comm.Work] | None = None) -> None:
         """Nothing is sent: parameters are gathered when they are used."""

@@ -242,7 +242,7 @@ def writes(rank: int, world_size: int) -> Any:
     with sharder.step("train"):
         out = net(torch.ones(1, 3, requires_grad=True))
         with torch.no_grad():
-            net[1].bias.clamp_(max=0.25)
+            net[1].bias.data.clamp_(max=0.25)
     backward(sharder, out.sum())
     sharder.optimizers[0].optimizer.step()
     with sharder.step("train"):
