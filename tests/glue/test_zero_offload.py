@@ -136,10 +136,14 @@ def folders(rank: int, world_size: int, folder: str, file: str) -> Any:
     left = os.listdir(folder)
     with pytest.raises(ValueError, match="cannot take the optimizer's state") as no_folder:
         run(f"{file}/below")
+    reserve = os.posix_fallocate
     if rank == 1:  # a disk whose space somebody else has taken
         os.posix_fallocate = full
-    with pytest.raises(ValueError, match="cannot take the optimizer's state") as no_space:
-        run(folder)
+    try:
+        with pytest.raises(ValueError, match="cannot take the optimizer's state") as no_space:
+            run(folder)
+    finally:
+        os.posix_fallocate = reserve
     gc.collect()
     torch.distributed.barrier()
     return seen, left, str(no_folder.value), str(no_space.value), os.listdir(folder)
