@@ -12,7 +12,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, Protocol
@@ -70,8 +70,9 @@ class Worker:
         self.is_idle = False  # whether it has said so, and got no call since
         self.connection, theirs = Pipe()
         # Forked from a process that has imported everything, which takes longer than most tests.
-        with theirs, _environment(worker_environment()):
-            self.process = _FORKS.Process(target=worker_process.main, args=(theirs, self.stacks, self.output, folder))
+        files = worker_process.Files(self.stacks, self.output, folder)
+        with theirs:
+            self.process = _FORKS.Process(target=worker_process.main, args=(theirs, files, worker_environment()))
             self.process.start()
         self.output.touch()
 
@@ -190,19 +191,6 @@ class WorkerPool:
         folder = self._folder / f"call-{self._num_calls}"
         folder.mkdir()
         return str(folder)
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Inside, a process is started with these variables alone."""
-    kept = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(kept)
 
 
 def _await_idle(worker: Worker) -> None:

@@ -13,7 +13,8 @@ import random
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import reduce
 from multiprocessing.connection import Connection
@@ -30,19 +31,29 @@ _PR_SET_PDEATHSIG = 1
 _STACKS_SIGNAL = signal.SIGUSR2
 
 
-def main(connection: Connection, stacks_file: Path, output: Path, folder: Path) -> None:
-    """What a worker does until its connection ends.
+@dataclass(frozen=True)
+class Files:
+    """Paths of a worker.
 
-    Args:
-        connection: to the test process.
-        stacks_file: where stacks go on SIGUSR2 and when the process crashes.
+    Attributes:
+        stacks: where stacks go on SIGUSR2 and when the process crashes.
         output: where stdout and stderr go.
         folder: working directory between calls.
     """
+
+    stacks: Path
+    output: Path
+    folder: Path
+
+
+def main(connection: Connection, files: Files, environment: Mapping[str, str]) -> None:
+    """What a worker does until its connection to the test process ends."""
     os.setsid()  # the worker and whatever it starts are one process group, killed as one
-    os.chdir(folder)
-    _redirect_output(output)
-    stacks = stacks_file.open("w")  # stays open for faulthandler until the process ends
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(files.folder)
+    _redirect_output(files.output)
+    stacks = files.stacks.open("w")  # stays open for faulthandler until the process ends
     faulthandler.register(_STACKS_SIGNAL, file=stacks, all_threads=True)
     faulthandler.enable(file=stacks, all_threads=True)
     _keep_stack_signals()
