@@ -227,7 +227,7 @@ child.wait()
 
 
 def test_script_returns_its_code_and_output(tmp_path: Path) -> None:
-    code = "import os, sys; print(os.getcwd()); print('bad', file=sys.stderr); sys.exit(3)"
+    code = "import os, sys; print(os.getcwd(), flush=True); print('bad', file=sys.stderr); sys.exit(3)"
     done = run_python(["-c", code], cwd=tmp_path, timeout=30)
     assert (done.returncode, done.output.split()) == (3, [str(tmp_path), "bad"])
 

@@ -155,7 +155,7 @@ def averaged(site: Site, folder: Path) -> Any:
     return seen
 
 
-@pytest.mark.parametrize("layout", [*PAIRS, (2, 2, 1)], ids=str)
+@pytest.mark.parametrize("layout", PAIRS, ids=str)
 def test_averaged_weights_are_saved_and_continued(ranks: Ranks, layout: Layout, tmp_path: Path) -> None:
     names = run_both(ranks, layout, tmp_path, averaged)
     assert len(names) == 6

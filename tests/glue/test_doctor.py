@@ -18,13 +18,15 @@ ALIKE: dict[str, Any] = {"host": "a", "devices": 8, "device": "H100, 79 GiB", "v
 
 
 def looked_at(rank: int, world_size: int) -> Any:
-    """The doctor's answers when all is well, and when a rank stays away."""
+    """The doctor's answers when all is well, and when the other rank stays away.
+
+    Both ranks try in vain, each at a port of its own: torch counts the attempt, and would name the next group by it.
+    """
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         status = main(["doctor", "--json"])
     with contextlib.redirect_stderr(io.StringIO()) as alone:
-        if rank == 0:
-            os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-            assert main(["doctor", "--wait", "1"]) == 2
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1 + rank)
+        assert main(["doctor", "--wait", "1"]) == 2
     return status, printed.getvalue(), alone.getvalue()
 
 

@@ -1,4 +1,4 @@
-"""One script under every launcher: the Trainer itself, torchrun on one and on two machines, spawn, LightningCLI."""
+"""One script under every launcher: the Trainer itself, torchrun on two machines, spawn, LightningCLI."""
 
 from __future__ import annotations
 
@@ -94,14 +94,6 @@ def test_the_trainer_launches_the_automatic_layout_by_name(tmp_path: Path, plain
     for row in CHOICE:
         assert f"│ {row}" in shown, done.output
     assert not re.search("colwise_qkv.*colwise_qkv", shown), "once, by rank 0"
-
-
-def test_torchrun(tmp_path: Path, plain: dict[str, Any]) -> None:
-    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
-    options = script(tmp_path, devices=2, batch_size=GLOBAL_BATCH, strategy=sizes)
-    done = run_python([*TORCHRUN, "--standalone", *options], cwd=tmp_path, timeout=110)
-    assert done.returncode == 0, done.output
-    check(tmp_path, plain, (1, 2, 1))
 
 
 def test_two_machines_keep_tensor_groups_inside_and_replicas_across(tmp_path: Path, plain: dict[str, Any]) -> None:
