@@ -104,7 +104,7 @@ class FailureWatch:
         if hub is not None:
             hub.close()
         if failed and watcher is not None and self._follows_parent:
-            wait_for_parent(2.0)
+            wait_for_parent(self.times.grace)  # a parent whose child ends first is killed by the launcher's observer
 
     # -------------------------------------------------------------- SIGTERM
     def take_sigterm(self) -> None:

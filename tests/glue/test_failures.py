@@ -230,7 +230,8 @@ def test_an_exception_ends_every_process_with_its_message(
     }
     done = run_python([SCRIPT, json.dumps(options), tmp_path], cwd=tmp_path, timeout=110)
     finished = time.time()
-    assert done.returncode == 1, done.output
+    # -9: on a busy machine the failing child may end first, and then Lightning's launcher kills its parent.
+    assert done.returncode in (1, -9 if failing else 1), done.output
     assert "ValueError: the data ran away\n" in done.output
     coordinate = f"stage {failing * (pipeline - 1)}, tensor {failing * (tensor - 1)}, replica 0"
     message = f"rank {failing} ({coordinate}) failed: ValueError: the data ran away over two lines"
