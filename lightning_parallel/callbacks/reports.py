@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,7 +29,7 @@ __all__ = ["MemoryReport", "PlanReport"]
 Figures = Mapping[str, tuple[float, float]]
 
 
-class _Report(Callback):
+class _Report(Callback, ABC):
     """Compares (expected, measured) figures of every rank once, after some optimizer steps.
 
     Args:
@@ -81,9 +82,9 @@ class _Report(Callback):
         self.ranks = tuple(comm.gather_objects(found, whole_world()))
         _print(self.title, self.ranks)
 
+    @abstractmethod
     def figures(self, trainer: Trainer, module: LightningModule, job: TrainingJob, split: Candidate) -> Figures:
         """This rank's figures."""
-        raise NotImplementedError
 
 
 class MemoryReport(_Report):
