@@ -82,6 +82,7 @@ OUR_DATA = Job("tp_pp, data 2", "lightning_jobs.our_data_parallel")
 DDP = Job("Lightning DDP", "lightning_jobs.ddp")
 ACCUMULATING = Job("one process, micro-batches", "bare_jobs.one_process_accumulating", ranks=1)
 OUR_PIPELINE = Job("tp_pp, pipeline 2", "lightning_jobs.our_pipeline", last_rank_loss=True)
+PLAIN_1F1B = Job("1F1B, plain loop", "bare_jobs.plain_1f1b", last_rank_loss=True)
 TORCH_1F1B = Job("torch Schedule1F1B, plain loop", "bare_jobs.torch_1f1b", last_rank_loss=True)
 
 REDUNDANCY = Job("Lightning DDP, ZeroRedundancyOptimizer", "lightning_jobs.ddp_zero_redundancy")
@@ -138,13 +139,16 @@ HEATS = {
     ),
     "pp": Heat(
         "pipeline parallel, 2 processes",
-        (ACCUMULATING, TORCH_1F1B, OUR_PIPELINE),
+        (ACCUMULATING, PLAIN_1F1B, TORCH_1F1B, OUR_PIPELINE),
         (
             Target(OUR_PIPELINE.name, TORCH_1F1B.name, "faster", {"mid": 1.15}),
             Target(OUR_PIPELINE.name, TORCH_1F1B.name, "cpu", {"mid": 1.0}),
             Target(ACCUMULATING.name, TORCH_1F1B.name, "at best", {}),
             Target(OUR_PIPELINE.name, ACCUMULATING.name, "bubble", {"mid": BUBBLE + 0.05, "paced": BUBBLE + 0.05}),
             Target(TORCH_1F1B.name, ACCUMULATING.name, "bubble", {}),
+            Target(PLAIN_1F1B.name, ACCUMULATING.name, "bubble", {}),
+            Target(PLAIN_1F1B.name, TORCH_1F1B.name, "faster", {}),
+            Target(PLAIN_1F1B.name, TORCH_1F1B.name, "cpu", {}),
         ),
     ),
     "overhead": Heat(
