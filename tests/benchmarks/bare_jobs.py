@@ -100,6 +100,12 @@ def torch_1f1b(run: Run) -> list[Tensor]:
     return _train(run, step)
 
 
+def _start(operation: Callable[..., dist.Work | None], tensor: Tensor | None, peer: int) -> dist.Work:
+    work = operation(tensor, peer)
+    assert work is not None, "both ranks are in the group"
+    return work
+
+
 def plain_1f1b(run: Run) -> list[Tensor]:
     """Two stages in a loop of nothing but sends, receives, forward and backward: what 1F1B can take here at best."""
     _start_group()
@@ -116,12 +122,12 @@ def plain_1f1b(run: Run) -> list[Tensor]:
 
         def forward(part: Tensor) -> None:
             outputs.append(model(part))
-            pending.append(dist.isend(outputs[-1].detach(), 1))
+            pending.append(_start(dist.isend, outputs[-1].detach(), 1))
 
         forward(parts[0])
         for i in range(count):
             gradient = torch.empty(shape)
-            receive = dist.irecv(gradient, 1)
+            receive = _start(dist.irecv, gradient, 1)
             if i + 1 < count:
                 forward(parts[i + 1])
             receive.wait()
@@ -134,14 +140,14 @@ def plain_1f1b(run: Run) -> list[Tensor]:
     def last_stage(target: Tensor) -> Tensor:
         total = torch.zeros(())
         buffers = [torch.empty(shape, requires_grad=True) for _ in range(count)]
-        receives = [dist.irecv(buffer.detach(), 0) for buffer in buffers]
+        receives = [_start(dist.irecv, buffer.detach(), 0) for buffer in buffers]
         pending = []
         for buffer, receive, goal in zip(buffers, receives, target.chunk(count), strict=True):
             receive.wait()
             value = loss_of(model(buffer), goal) / count
             value.backward()
             total += value.detach()
-            pending.append(dist.isend(buffer.grad, 0))
+            pending.append(_start(dist.isend, buffer.grad, 0))
         for work in pending:
             work.wait()
         return total
