@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,13 +33,14 @@ class SumsMetric(Metric):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         # A state and not an attribute, because only the last stage of a pipeline updates and all share its states.
-        self.add_state("counted_by", torch.ones((), dtype=torch.long), dist_reduce_fx="max", persistent=True)
+        one = torch.ones((), dtype=torch.long, device="cpu")
+        self.add_state("counted_by", one, dist_reduce_fx="max", persistent=True)
         self.counted_by: Tensor
         self._shared: dict[str, tuple[Tensor, Tensor]] = {}
 
     def add_sum(self, name: str, dtype: torch.dtype = torch.float64) -> None:
         """Registers a sum; call it in the constructor."""
-        zero = torch.zeros((), dtype=dtype)
+        zero = torch.zeros((), dtype=dtype, device="cpu")  # also where a model is built on the meta device
         self.add_state(name, zero, dist_reduce_fx="sum", persistent=True)
         self.add_state(name + BEFORE, zero.clone(), dist_reduce_fx="max", persistent=True)
 
@@ -74,13 +76,28 @@ class SumsMetric(Metric):
         self._shared = {}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The states, with the sums of all replicas."""
+        """The states, with the sums of all replicas as what was before: so they count once wherever they are loaded."""
         state = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         for name in self._sums():
-            if prefix + name in state and not self._is_synced:
-                state[prefix + name] = self._of_all(name)
+            if prefix + name in state:
+                counted = getattr(self, name) if self._is_synced else self._of_all(name)
+                state[prefix + name + BEFORE] = counted + getattr(self, name + BEFORE)
+                state[prefix + name] = torch.zeros_like(counted)
         return state
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Also the states when asked for this module alone.
+
+        That is how `torch.distributed.checkpoint` and Lightning's ModelParallelStrategy ask what to restore, one tensor
+        after the other. Walks over a whole model, such as that of DDP, which would broadcast what it finds, do not.
+        """
+        yield from super().named_buffers(prefix, recurse, remove_duplicate)
+        if not recurse:
+            dot = prefix and prefix + "."
+            yield from ((dot + name, getattr(self, name)) for name in self._defaults if self._persistent[name])
 
     def _of_all(self, name: str) -> Tensor:
         own = getattr(self, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import itertools
 import math
 
 import pytest
@@ -76,7 +77,7 @@ def test_a_checkpoint_holds_what_all_replicas_counted_and_counts_once_after_it()
     rank = Replica()
     rank.update(10)
     state = rank.state_dict()
-    assert state == {"counted_by": torch.tensor(3), "tokens": torch.tensor(30), "tokens_before": torch.tensor(0)}
+    assert state == {"counted_by": torch.tensor(3), "tokens": torch.tensor(0), "tokens_before": torch.tensor(30)}
     ranks = [Replica() for _ in range(2)]
     for metric in ranks:
         metric.load_state_dict(state)
@@ -98,13 +99,27 @@ def test_a_state_within_a_module_is_found_by_its_prefix() -> None:
     state = module.state_dict()
     counts = {name: int(value) for name, value in state.items() if "counted_by" not in name}
     assert counts == {
-        "a.tokens": 12,
-        "a.tokens_before": 0,
-        "b.tokens": 4,
-        "b.tokens_before": 0,
+        "a.tokens": 0,
+        "a.tokens_before": 12,
+        "b.tokens": 0,
+        "b.tokens_before": 4,
     }
     other.load_state_dict(state)
     assert [int(other[name].total("tokens")) for name in "ab"] == [12, 4]
+    assert dict(module.named_buffers()) == {}, "DDP would broadcast what it finds here"
+
+
+def test_a_state_may_be_restored_one_tensor_after_the_other() -> None:
+    """As torch.distributed.checkpoint does, with what the metric holds for the rest; also one that is in use."""
+    source = PerplexityFromLoss()
+    source.update(1.5, 100)
+    state, order = source.state_dict(), [name for name, _ in source.named_buffers(recurse=False)]
+    used = PerplexityFromLoss()
+    used.update(9.0, 7)
+    for metric, names in [(used, order), *((PerplexityFromLoss(), some) for some in itertools.permutations(order))]:
+        for name in names:
+            metric.load_state_dict({**dict(metric.named_buffers(recurse=False)), name: state[name]})
+        assert (float(metric.total("nats")), float(metric.total("tokens"))) == (150.0, 100.0)
 
 
 @pytest.mark.parametrize(
