@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from lightning_parallel import host_comm
+
 __all__ = [
     "ProcessGroup",
     "SendRecv",
@@ -94,6 +96,8 @@ def all_gather_into(output: Tensor, tensor: Tensor, group: ProcessGroup | None, 
         output.copy_(tensor.view_as(output))
         return None
     _check_contiguous(output)
+    if host_comm.is_worth_it(output):
+        return _started(host_comm.gather_slices(output.view(-1), tensor.reshape(-1), group), async_op)
     # The newer name exists from torch 2.13 on, where the older one warns on every call.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     # Flat, because gloo wants parts of the very shape of the input.
@@ -102,7 +106,7 @@ def all_gather_into(output: Tensor, tensor: Tensor, group: ProcessGroup | None, 
 
 def reduce_scatter_into(
     output: Tensor, tensor: Tensor, group: ProcessGroup | None, async_op: bool = False
-) -> Work | _SumOfSlices | None:
+) -> Work | None:
     """Sum ``tensor`` (contiguous, one equal slice per rank) over the group; ``output`` receives this rank's slice.
 
     ``output`` may be this rank's slice of ``tensor`` itself. Returns as :func:`all_gather_into` does.
@@ -114,26 +118,16 @@ def reduce_scatter_into(
     _check_contiguous(output)
     tensor = tensor.contiguous()
     if tensor.device.type == "cpu":
-        # Gloo reduce-scatters by a whole all-reduce, or not at all; exchanging slices takes a third of the CPU time.
-        received = torch.empty_like(tensor)
-        work = dist.all_to_all_single(received, tensor, group=group, async_op=async_op)
-        total = _SumOfSlices(work, received.view(group.size(), -1), output.view(-1))
-        return total if async_op else total.wait()
+        return _started(host_comm.sum_slices(output.view(-1), tensor.view(-1), group), async_op)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(output, tensor, group=group, async_op=async_op)
 
 
-class _SumOfSlices:
-    """The second half of a reduce-scatter: adds up what the ranks have sent, once it is there."""
-
-    def __init__(self, work: Work | None, slices: Tensor, output: Tensor) -> None:
-        self.work, self.slices, self.output = work, slices, output
-        self.is_completed = getattr(work, "is_completed", lambda: True)
-
-    def wait(self) -> Any:
-        if self.work is not None:
-            self.work.wait()
-        torch.sum(self.slices, 0, out=self.output)
+def _started(work: Work, async_op: bool) -> Work | None:
+    if async_op:
+        return work
+    work.wait()
+    return None
 
 
 def reduce_(tensor: Tensor, rank: int, group: ProcessGroup | None, async_op: bool = False) -> Work | None:

@@ -259,6 +259,38 @@ def test_plain(ranks: Ranks, world_size: int) -> None:
     ranks(world_size, check_plain)
 
 
+def check_large_slices(rank: int, world_size: int) -> None:
+    """Transfers that begin and are waited for later, into memory of their own and into where the slices lie."""
+    group, share = dist.group.WORLD, 2**16 + 3
+    expected = torch.arange(world_size).repeat_interleave(share).float()
+    own = torch.full((share,), float(rank))
+    whole = torch.empty(world_size, share)
+    comm.all_gather_into(whole, own, group)
+    close(whole.view(-1), expected)
+    whole[:rank], whole[rank + 1 :] = -1, -1
+    work = comm.all_gather_into(whole, whole[rank], group, async_op=True)
+    assert work is not None
+    work.wait()
+    assert work.is_completed()
+    close(whole.view(-1), expected)
+
+    part = torch.empty(share)
+    comm.reduce_scatter_into(part, whole * (rank + 1), group)
+    total = torch.full((share,), rank * sum(range(1, world_size + 1)), dtype=torch.float)
+    close(part, total)
+    whole.mul_(rank + 1)
+    work = comm.reduce_scatter_into(whole[rank], whole, group, async_op=True)
+    assert work is not None
+    work.wait()
+    assert work.is_completed()
+    close(whole[rank], total)
+
+
+@worlds
+def test_large_slices(ranks: Ranks, world_size: int) -> None:
+    ranks(world_size, check_large_slices)
+
+
 def check_wrong_sizes(rank: int, world_size: int) -> None:
     group = dist.group.WORLD
     with pytest.raises(ValueError, match="one size for each of 2 ranks, got 3"):
