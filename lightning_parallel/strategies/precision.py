@@ -83,17 +83,30 @@ def derive_precision(plugin: Precision, span: Any) -> Precision:
 def _overflow_flags(scaler: torch.amp.GradScaler, optimizer: Any) -> list[torch.Tensor]:
     """The scaler's found-inf tensors for an optimizer, whose gradients are unscaled now if they were not yet.
 
-    Optimizers that unscale by themselves would look for infinities once more, on this rank alone.
+    Optimizers that unscale by themselves would look for infinities once more, on this rank alone. Of others Lightning
+    unscales what their parameters hold, which is nothing where gradients are in shards.
     """
     optimizer = getattr(optimizer, "_optimizer", optimizer)
     state = scaler._per_optimizer_states[id(optimizer)]
     if scaler._scale is None:  # a scaler that is switched off
         return []
-    if state["stage"] is OptState.READY:
-        scaler.unscale_(optimizer)
+    if state["stage"] is OptState.READY or not state["found_inf_per_device"]:
+        state["stage"] = OptState.READY
+        _unscale(scaler, scaler._scale, optimizer)
     if not state["found_inf_per_device"]:  # no gradient here, but a vote
         state["found_inf_per_device"] = {scaler._scale.device: torch.zeros((), device=scaler._scale.device)}
     return list(state["found_inf_per_device"].values())
+
+
+def _unscale(scaler: torch.amp.GradScaler, scale: torch.Tensor, optimizer: Any) -> None:
+    """Unscales gradients where they are: in host memory the scaler would use its scale before a copy has arrived."""
+    held = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    gradient = next(held, scale)
+    scaler._scale = scale.to(gradient.device)
+    try:
+        scaler.unscale_(optimizer)
+    finally:
+        scaler._scale = scale
 
 
 def loss_scale(plugin: Precision, loss: torch.Tensor) -> torch.Tensor:
