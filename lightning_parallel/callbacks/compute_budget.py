@@ -60,6 +60,10 @@ class ComputeBudget(CountingCallback):
         """Tokens seen so far, by all replicas."""
         return self._meter.tokens
 
+    def restart(self) -> None:
+        """Nothing is spent yet."""
+        self._meter.tokens = self._meter.largest_step = 0.0
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Counts the parameters."""
         if self.flops_per_token is None:

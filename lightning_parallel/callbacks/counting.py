@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from lightning_parallel import comm
 from lightning_parallel.pipeline.batch import batch_size
+from lightning_parallel.scaling.checks import COUNTS, check_range
+from lightning_parallel.scaling.runs import why_unwritable
+from lightning_parallel.strategies import _compat
 from lightning_parallel.strategies.base import PartitionedStrategy
 
 __all__ = [
@@ -23,6 +27,7 @@ __all__ = [
     "count_tokens",
     "log_interval",
     "num_replicas",
+    "refuse_unwritable",
     "sum_over_replicas",
 ]
 
@@ -77,6 +82,22 @@ def sum_over_replicas(trainer: Trainer, *values: float) -> list[float]:
     return (total / (trainer.world_size // num_replicas(trainer))).tolist()
 
 
+def refuse_twins(trainer: Trainer, callback: Callback) -> None:
+    """Raises ValueError if another callback of the trainer logs and saves under the same names."""
+    if any(other is not callback and other.state_key == callback.state_key for other in _compat.callbacks_of(trainer)):
+        raise ValueError(
+            f"two {type(callback).__name__} callbacks write under the same names, of which only one would be kept; "
+            "leave out one of them"
+        )
+
+
+def refuse_unwritable(trainer: Trainer, table: Path) -> None:
+    """Raises ValueError on every rank if rank 0 cannot add rows to a file: before the run and not after it."""
+    reason = trainer.strategy.broadcast(why_unwritable(table) if trainer.is_global_zero else "")
+    if reason:
+        raise ValueError(reason)
+
+
 def makes_flat_shards(trainer: Trainer) -> bool:
     """Whether the strategy replaces parameters by shards without their sizes, also in a class derived from it."""
     return any(cls.__name__ in FLAT_SHARDS for cls in type(trainer.strategy).__mro__)
@@ -124,13 +145,19 @@ class BatchCounter:
     """
 
     def __init__(self, params: float | None = None, tokens_fn: Callable[[Any], int] | None = None) -> None:
-        if params is not None and not params > 0:
-            raise ValueError(f"params={params!r} must be positive, such as 124e6; leave it out to have them counted")
+        if params is not None:
+            check_range("params", params, COUNTS, "124e6; leave it out to have them counted")
+        self._given = params
         self.params = params
         self.tokens_fn = tokens_fn or count_tokens
         self._counted = [0, 0]
         self._running = [0, 0]
         self._unbuilt: LightningModule | None = None
+
+    def forget(self) -> None:
+        """Another fit begins, perhaps of another model; what an earlier one left over does not count."""
+        self.params, self._unbuilt = self._given, None
+        self._counted, self._running = [0, 0], [0, 0]
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
         """Counts parameters if the user did not say how many there are."""
@@ -187,14 +214,30 @@ class BatchCounter:
 
 
 class CountingCallback(Callback):
-    """A callback that counts what every training batch holds."""
+    """A callback that counts what every training batch holds.
+
+    A run that starts at step 0 starts from nothing, also if an earlier one was counted by the same object.
+    """
 
     _counter: BatchCounter
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Counts parameters ahead where the strategy is going to make flat shards of them."""
-        if stage == "fit" and makes_flat_shards(trainer):
+        """Begins anew, and counts parameters ahead where the strategy is going to make flat shards of them.
+
+        Raises:
+            ValueError: another callback logs and saves under the same names.
+        """
+        if stage != "fit":
+            return
+        refuse_twins(trainer, self)
+        self._counter.forget()
+        if makes_flat_shards(trainer):
             self._counter.look_ahead(pl_module)
+        if trainer.global_step == 0:
+            self.restart()
+
+    def restart(self) -> None:
+        """Forgets what an earlier run added up."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Looks at this replica's batch."""
@@ -205,6 +248,10 @@ class TokenCallback(CountingCallback):
     """A callback that knows how many tokens all replicas have seen, also across a resume."""
 
     tokens: float
+
+    def restart(self) -> None:
+        """No token was seen yet."""
+        self.tokens = 0.0
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Tokens of all replicas go into the checkpoint."""

@@ -10,7 +10,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_parallel.callbacks.counting import BatchCounter, TokenCallback
+from lightning_parallel.callbacks.counting import BatchCounter, TokenCallback, refuse_unwritable
+from lightning_parallel.scaling.checks import COUNTS, check_range
 from lightning_parallel.scaling.laws import FLOPS_PER_PARAM_AND_TOKEN
 from lightning_parallel.scaling.runs import Run, append_run
 
@@ -20,7 +21,8 @@ __all__ = ["ScalingLawRecorder"]
 class ScalingLawRecorder(TokenCallback):
     """Appends parameters, tokens, FLOPs and final loss of a run to a CSV file for ``lightning-parallel scaling fit``.
 
-    Written once, by rank 0, when training ends by itself; a run that failed leaves no row.
+    Written once, by rank 0, when training ends by itself; a run that failed leaves no row. A run that is resumed after
+    its end leaves a second, longer one.
 
     Args:
         path: of the table; it is made if missing.
@@ -38,14 +40,29 @@ class ScalingLawRecorder(TokenCallback):
         tokens_fn: Callable[[Any], int] | None = None,
         flops_per_token: float | None = None,
     ) -> None:
-        if flops_per_token is not None and not flops_per_token > 0:
-            raise ValueError(f"flops_per_token={flops_per_token!r} must be positive, such as 6e9")
+        if flops_per_token is not None:
+            check_range("flops_per_token", flops_per_token, COUNTS, "6e9")
         self.path = Path(path)
         self.loss = loss
         self.flops_per_token = flops_per_token
         self.tokens = 0.0
         self.run: Run | None = None
         self._counter = BatchCounter(params, tokens_fn)
+
+    @property
+    def state_key(self) -> str:
+        """One trainer may record several losses."""
+        return self._generate_state_key(loss=self.loss)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begins anew.
+
+        Raises:
+            ValueError: the table cannot be written, or another recorder records the same loss.
+        """
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            refuse_unwritable(trainer, self.path)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Counts the parameters."""

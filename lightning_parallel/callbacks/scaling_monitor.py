@@ -49,10 +49,16 @@ class ScalingMonitor(TokenCallback):
         self._window = RateWindow(10)
         self._steps = 0
 
+    def restart(self) -> None:
+        """Nothing was seen yet."""
+        super().restart()
+        self.outlook = None
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Counts the parameters."""
         self._counter.start(trainer, pl_module)
         self._steps = trainer.global_step
+        self._window.clear()
         self._window.add(time.perf_counter(), 0, 0, 0)
 
     def on_train_batch_end(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -12,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_parallel.callbacks.counting import count_candidate, count_parameters
 from lightning_parallel.scaling.plan import SizingGoal, SizingPlan, Suggestion, suggestion
 from lightning_parallel.scaling.shapes import AspectRule, Shape
+from lightning_parallel.scaling.speeds import Speed, first_speed
 
 __all__ = ["ChinchillaSizer"]
 
@@ -23,10 +25,11 @@ class ChinchillaSizer(Callback):
 
     The module builds its layers in ``configure_model`` from its hyperparameters, which are set before that. Candidates
     are built on the meta device to count their parameters exactly. A module that is built already keeps its size, and
-    only its tokens are chosen, if ``resize=False``. The choice depends on nothing but the arguments, so it is the same
-    on every rank and on resume; it goes into the module's hyperparameters and into checkpoints. Suggestions for the
-    global batch and the learning rate are printed and kept in ``suggestion``, not applied. A ``max_epochs`` that the
-    user gave still ends the run.
+    only its tokens are chosen, if ``resize=False``. The choice is the same on every rank and on resume: it depends on
+    nothing but the arguments and, where the goal names the file of a `ThroughputMonitor`, the first speed in it, which
+    rank 0 reads (later runs may add theirs). It goes into the module's hyperparameters and into checkpoints.
+    Suggestions for the global batch and the learning rate are printed and kept in ``suggestion``, not applied. A
+    ``max_epochs`` that the user gave still ends the run.
 
     Args:
         goal: what is fixed.
@@ -58,6 +61,7 @@ class ChinchillaSizer(Callback):
         self.rule = rule or AspectRule()
         self.plan: SizingPlan | None = None
         self.chosen: dict[str, Any] = {}
+        self.speed: Speed | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Chooses, before the model is built."""
@@ -69,12 +73,30 @@ class ChinchillaSizer(Callback):
                 "tokens; use automatic optimization, or take the plan from SizingGoal.plan() and set max_steps yourself"
             )
         built = any(True for _ in pl_module.parameters())
-        params = self._resized(pl_module, built) if self.resize else self._fixed(pl_module, built)
-        self.plan = self.goal.plan(params, self.tokens_per_step)
+        goal = self._with_speed(trainer)
+        params = self._resized(pl_module, built, goal) if self.resize else self._fixed(pl_module, built)
+        self.plan = goal.plan(params, self.tokens_per_step)
         self._limit_steps(trainer, self.plan.steps)
         self._announce()
 
-    def _resized(self, module: LightningModule, built: bool) -> int:
+    def _with_speed(self, trainer: Trainer) -> SizingGoal:
+        """The goal with the number for a measured speed, which rank 0 finds out for all."""
+        place = self.goal.flops_per_second
+        if not isinstance(place, str | Path):
+            return self.goal
+        found: Speed | str = ""
+        if trainer.is_global_zero:
+            try:
+                found = first_speed(place)
+            except ValueError as error:
+                found = str(error)
+        found = trainer.strategy.broadcast(found)
+        if isinstance(found, str):
+            raise ValueError(found)
+        self.speed = found
+        return replace(self.goal, flops_per_second=found.flops_per_second)
+
+    def _resized(self, module: LightningModule, built: bool, goal: SizingGoal) -> int:
         if built and self.chosen and all(module.hparams.get(name) == size for name, size in self.chosen.items()):
             return count_parameters(module)  # sized by an earlier fit
         if built:
@@ -89,12 +111,10 @@ class ChinchillaSizer(Callback):
                     f"{type(module).__name__} has no hyperparameters {', '.join(missing)}; call save_hyperparameters() "
                     f"with them in __init__, or pass names, for example names={{'width': 'd_model'}}"
                 )
-            shape, params = self.rule.closest(
-                self.goal.params(), lambda shape: count_candidate(module, self._named(shape))
-            )
+            shape, params = self.rule.closest(goal.params(), lambda shape: count_candidate(module, self._named(shape)))
             self.chosen = self._named(shape)
         else:
-            self.chosen = dict(self.rule(self.goal.params()))
+            self.chosen = dict(self.rule(goal.params()))
             params = count_candidate(module, self.chosen)
         module.save_hyperparameters(self.chosen)
         return params
@@ -125,15 +145,23 @@ class ChinchillaSizer(Callback):
         assert self.plan is not None, "announced once the plan exists"
         assert advice is not None, "a plan comes with a suggestion"
         sizes = ", ".join(f"{name}={value}" for name, value in self.chosen.items()) or "its size as it is"
+        measured = ""
+        if self.speed is not None:
+            measured = (
+                f" of {self.speed.flops_per_second:.4g} FLOP/s each, measured with {self.speed.params:.4g} parameters"
+            )
         rank_zero_info(
-            f"ChinchillaSizer: {self.plan.why}; {sizes}; predicted loss {self.plan.loss:.4f}. For Adam, "
+            f"ChinchillaSizer: {self.plan.why}{measured}; {sizes}; predicted loss {self.plan.loss:.4f}. For Adam, "
             f"{advice.batch_tokens:.3g} tokens per step and a learning rate of {advice.learning_rate:.3g} are usual; "
             f"steps have {self.tokens_per_step} tokens"
         )
 
     def state_dict(self) -> dict[str, Any]:
         """The plan and the sizes."""
-        return {} if self.plan is None else {"plan": asdict(self.plan), "chosen": dict(self.chosen)}
+        if self.plan is None:
+            return {}
+        speed = None if self.speed is None else asdict(self.speed)
+        return {"plan": asdict(self.plan), "chosen": dict(self.chosen), "speed": speed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refuses to go on with a run that was sized otherwise."""

@@ -107,7 +107,7 @@ def fit_law(runs: Sequence[Run], options: FitOptions | None = None) -> LawFit:
     samples: list[ParametricLoss] = []
     while len(samples) < chosen.bootstraps:
         picked = [runs[index] for index in generator.integers(0, len(runs), len(runs))]
-        if _shortage(picked) is None:
+        if _shortage(picked, CONSTANTS) is None:
             again = _Data.of(picked, chosen.delta)
             samples.append(again.surface(again.descend(again.theta(surface))[1], strict=False))
     return LawFit(surface, best[0] * chosen.delta**2, len(runs), tuple(samples))
@@ -119,13 +119,15 @@ def _refuse_undetermined(runs: Sequence[Run]) -> None:
         raise ValueError(shortage)
 
 
-def _shortage(runs: Sequence[Run]) -> str | None:
-    """What the runs lack to determine the five constants."""
+def _shortage(runs: Sequence[Run], needed: int = CONSTANTS + 1) -> str | None:
+    """What the runs lack to determine the five constants; a repeated pair of size and length tells nothing new."""
     sizes, lengths = len({run.params for run in runs}), len({run.tokens for run in runs})
-    if len(runs) <= CONSTANTS or min(sizes, lengths) < SIZES_NEEDED:
+    pairs = len({(run.params, run.tokens) for run in runs})
+    if pairs < needed or min(sizes, lengths) < SIZES_NEEDED:
+        repeated = "" if pairs == len(runs) else f", {pairs} of them different,"
         return (
-            f"E, A, B, alpha and beta need at least {CONSTANTS + 1} runs with at least {SIZES_NEEDED} different "
-            f"numbers of parameters and {SIZES_NEEDED} of tokens; these are {len(runs)} runs with {sizes} and {lengths}"
+            f"E, A, B, alpha and beta need at least {needed} different runs with at least {SIZES_NEEDED} numbers of "
+            f"parameters and {SIZES_NEEDED} of tokens; these are {len(runs)} runs{repeated} with {sizes} and {lengths}"
         )
     points = np.log([[run.params, run.tokens] for run in runs])
     along, across = np.linalg.svd(points - points.mean(0), compute_uv=False)

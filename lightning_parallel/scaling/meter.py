@@ -77,6 +77,10 @@ class RateWindow:
             raise ValueError(f"window={size!r} must be at least 1, such as 10")
         self._marks: deque[tuple[float, float, float, float]] = deque(maxlen=size + 1)
 
+    def clear(self) -> None:
+        """Another run begins."""
+        self._marks.clear()
+
     def add(self, now: float, steps: float, samples: float, tokens: float) -> None:
         """Notes the end of a stretch at a clock reading in seconds; the first one only starts the clock."""
         self._marks.append((now, steps, samples, tokens))

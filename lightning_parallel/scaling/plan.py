@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from lightning_parallel.scaling.checks import BUDGETS, COUNTS, check_range
 from lightning_parallel.scaling.laws import DEFAULT_LAW, FLOPS_PER_PARAM_AND_TOKEN, Law, get_law
+from lightning_parallel.scaling.speeds import RATES, first_speed
 
 __all__ = ["SizingGoal", "SizingPlan", "Suggestion", "suggestion"]
 
@@ -64,7 +66,8 @@ class SizingGoal:
     Attributes:
         flops: training budget.
         device_hours: hours of all devices together, times ``flops_per_second``.
-        flops_per_second: what one device really does per second, measured or taken from a similar run.
+        flops_per_second: what one device really does per second, 6 FLOPs per parameter and token: a number, or the file
+            of a `ThroughputMonitor(table=...)`, whose first measurement counts.
         loss: the cheapest run that reaches this loss.
         tokens: data that exists; the model is chosen for one pass over it.
         law: name of a law, or a `Law` of a fit of one's own.
@@ -72,7 +75,7 @@ class SizingGoal:
 
     flops: float | None = None
     device_hours: float | None = None
-    flops_per_second: float | None = None
+    flops_per_second: float | str | Path | None = None
     loss: float | None = None
     tokens: float | None = None
     law: str | Law = DEFAULT_LAW
@@ -90,12 +93,19 @@ class SizingGoal:
             check_range("flops", self.flops, BUDGETS, "1e18")
         if self.tokens is not None:
             check_range("tokens", self.tokens, COUNTS, "1e10")
-        if self.device_hours is not None and self.flops_per_second is not None:
-            check_range("device_hours x flops_per_second", self._device_flops(), BUDGETS, "100 x 4e14")
+        if self.device_hours is not None:
+            check_range("device_hours", self.device_hours, (1e-9, 1e15), "100")
+        if isinstance(self.flops_per_second, int | float):
+            check_range("flops_per_second", self.flops_per_second, RATES, "4e14")
+            self._device_flops()
         get_law(self.law)
 
     def _device_flops(self) -> float:
-        return float((self.device_hours or 0.0) * 3600 * (self.flops_per_second or 0.0))
+        rate = self.flops_per_second
+        assert self.device_hours is not None, "comes with a rate"
+        assert rate is not None, "comes with hours"
+        each = first_speed(rate).flops_per_second if isinstance(rate, str | Path) else rate
+        return check_range("device_hours x flops_per_second", self.device_hours * 3600 * each, BUDGETS, "100 x 4e14")
 
     @property
     def budget(self) -> float | None:

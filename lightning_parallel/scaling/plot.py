@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_parallel.scaling.checks import BUDGETS, check_range
 from lightning_parallel.scaling.isoflop import Valley
 from lightning_parallel.scaling.laws import FLOPS_PER_PARAM_AND_TOKEN, LAWS, Law
 from lightning_parallel.scaling.runs import Run
@@ -40,6 +41,9 @@ def plot_scaling(
     """
     if not budgets:
         raise ValueError("a figure needs at least one budget, such as 1e20")
+    if not runs:
+        for flops in budgets:
+            check_range("budgets", flops, BUDGETS, "1e20")
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_parallel.scaling.laws import FLOPS_PER_PARAM_AND_TOKEN
 
-__all__ = ["Run", "RunTable", "append_run", "drop_worst", "read_runs"]
+__all__ = ["Run", "RunTable", "append_row", "append_run", "drop_worst", "is_header", "read_runs", "why_unwritable"]
 
 COLUMNS = ("params", "tokens", "flops", "loss")
 # Names under which published tables of runs carry the same columns.
@@ -55,7 +55,7 @@ class RunTable:
 def read_runs(path: str | Path) -> RunTable:
     """Reads a CSV file with columns for parameters, loss, and tokens or FLOPs (the other follows from 6ND).
 
-    Rows with an empty cell or NaN among these are left out and counted.
+    Rows with an empty cell or NaN among these are left out and counted. A repeated header is none.
 
     Raises:
         ValueError: a column is missing, or a cell is no positive number.
@@ -65,6 +65,8 @@ def read_runs(path: str | Path) -> RunTable:
         found = _columns(path, reader.fieldnames or ())
         runs, skipped = [], 0
         for number, row in enumerate(reader, start=2):
+            if is_header(row):
+                continue
             cells = {name: (row[column] or "").strip() for name, column in found.items()}
             if any(cell.lower() in ("", "nan", "none") for cell in cells.values()):
                 skipped += 1
@@ -100,23 +102,46 @@ def _run(cells: dict[str, float]) -> Run:
 
 
 def append_run(path: str | Path, run: Run) -> None:
-    """Adds a row to a table in one write, so that runs that end together do not mix their rows; makes the file."""
+    """Adds a run to a table; see `append_row`."""
+    append_row(path, {name: float(getattr(run, name)) for name in COLUMNS})
+
+
+def append_row(path: str | Path, row: Mapping[str, float]) -> None:
+    """Adds a row to a CSV file in one write, so that runs that end together do not mix their rows; makes the file.
+
+    Two that make the file at one time may both write its header, which `is_header` tells readers.
+    """
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    line = ",".join(repr(float(getattr(run, name))) for name in COLUMNS) + "\n"
-    descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        if os.fstat(descriptor).st_size == 0:
-            line = ",".join(COLUMNS) + "\n" + line
-        os.write(descriptor, line.encode())
-    finally:
-        os.close(descriptor)
+    header, line = ",".join(row) + "\n", ",".join(map(repr, row.values())) + "\n"
+    with file.open("ab+", buffering=0) as table:
+        if table.seek(0, os.SEEK_END) == 0:
+            line = header + line
+        else:
+            table.seek(-1, os.SEEK_END)
+            line = line if table.read(1) == b"\n" else "\n" + line
+        table.write(line.encode())
+
+
+def why_unwritable(path: str | Path) -> str:
+    """Why rows cannot be added to a file; empty if they can. It makes neither file nor folder."""
+    file = Path(path)
+    if file.is_dir():
+        return f"{file} is a folder; name a file in it"
+    nearest = file if file.exists() else next(folder for folder in file.absolute().parents if folder.exists())
+    usable = os.access(nearest, os.W_OK) and (nearest == file or nearest.is_dir())
+    return "" if usable else f"{file} cannot be written: check who may write to {nearest}"
+
+
+def is_header(row: Mapping[str, str | None]) -> bool:
+    """Whether a row repeats the names of the columns."""
+    return all(value == column for column, value in row.items())
 
 
 def drop_worst(runs: Iterable[Run], count: int) -> tuple[Run, ...]:
     """All runs but the ``count`` of highest loss, as the published refit leaves out five, in the order given."""
     kept = list(runs)
-    if not 0 <= count < len(kept):
+    if count and not 0 <= count < len(kept):
         raise ValueError(f"cannot leave out the {count} worst of {len(kept)} runs; use 0 .. {max(0, len(kept) - 1)}")
     worst = sorted(range(len(kept)), key=lambda index: kept[index].loss, reverse=True)[:count]
     return tuple(run for index, run in enumerate(kept) if index not in worst)

@@ -24,6 +24,7 @@ from lightning_parallel.callbacks import (
 )
 from lightning_parallel.scaling.plan import SizingGoal
 from lightning_parallel.scaling.runs import read_runs
+from lightning_parallel.scaling.speeds import Speed, append_speed
 from tests.glue.oracle import PAIRS, Layout, PeerSite, ShardingSite, Site, assert_same, check, reference, shard, weights
 from tests.glue.training import GPT, LENGTH, Record, Tokens
 from tests.harness import Ranks
@@ -130,13 +131,20 @@ def test_every_layout(ranks: Ranks, layout: Layout) -> None:
     check(ranks, metered, layout, plan=PLAN, zero_stage=2)
 
 
-def under_ddp(rank: int, world_size: int) -> Any:
-    return metered(PeerSite((1, 1, 2), rank))
+def under_ddp(rank: int, world_size: int, folder: Path) -> Any:
+    site = PeerSite((1, 1, 2), rank)
+    found = metered(site)
+    alone = run(site, 3.5, folder / "runs.csv", None, folder / "first.ckpt")
+    assert_same(alone, found[0], "the same run again")
+    return found
 
 
-def test_ddp(ranks: Ranks) -> None:
-    for rank, found in enumerate(ranks(2, under_ddp, launch="lightning")):
+def test_ddp_and_a_resume_in_one_process(ranks: Ranks, tmp_path: Path) -> None:
+    for rank, found in enumerate(ranks(2, under_ddp, tmp_path, launch="lightning")):
         assert_same(found, reference(metered), f"rank {rank}")
+    found = run(Site(), 5, tmp_path / "runs.csv", tmp_path / "first.ckpt", tmp_path / "second.ckpt")
+    assert_same(found, reference(metered)[1], "resumed from two ranks")
+    assert [row.tokens for row in read_runs(tmp_path / "runs.csv").runs] == [3 * STEP_TOKENS, 5 * STEP_TOKENS]
 
 
 class Scalable(GPT):
@@ -160,8 +168,12 @@ def three_layers(params: float) -> dict[str, int]:
 
 
 def sized(site: Site) -> Any:
-    """A model and its steps chosen for a budget; what was chosen, trained and saved."""
-    sizer = ChinchillaSizer(SizingGoal(flops=6 * PARAMS * BATCH * LENGTH * 5), BATCH * LENGTH, rule=three_layers)
+    """A model and its steps chosen for an hour at a speed that only rank 0 can read; what was trained and saved."""
+    speeds = Path.cwd() / f"speeds-of-rank-{site.rank}.csv"
+    speeds.unlink(missing_ok=True)
+    if site.rank == 0:
+        append_speed(speeds, Speed(6 * PARAMS * BATCH * LENGTH * 5.5 / 3600, PARAMS, 1, 100))
+    sizer = ChinchillaSizer(SizingGoal(device_hours=1, flops_per_second=speeds), BATCH * LENGTH, rule=three_layers)
     module = Scalable()
     trainer = site.trainer(callbacks=[sizer], max_epochs=-1)
     trainer.fit(module, site.loader(Tokens(24), BATCH))

@@ -169,7 +169,7 @@ def test_arguments_are_checked() -> None:
         ChinchillaSizer(SizingGoal(flops=1e18), 1, names={"depth": "layers"})
     with pytest.raises(ValueError, match="flops=-1 is not within"):
         ComputeBudget(-1)
-    with pytest.raises(ValueError, match="params=0 must be positive"):
+    with pytest.raises(ValueError, match=r"params=0 is not within 1 .. 1e\+20"):
         ScalingLawRecorder("runs.csv", params=0)
     with pytest.raises(ValueError, match="limit=0 and optimizer_bytes=8 must be at least 1 and 0"):
         MicroBatchSizer(limit=0)

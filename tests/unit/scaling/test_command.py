@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -111,11 +112,26 @@ def test_plot(ask: Any, run_table: Path, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["optimal", "--flops", "-1"], "flops=-1.0 is not within"),
-        (["optimal", "--flops", "1e99"], "flops=1e+99 is not within"),
+        (["optimal", "--flops", "1e99"], r"flops=1e\+99 is not within"),
+        (["optimal", "--flops", "nan"], "flops=nan is not within"),
+        (["optimal", "--flops", "1e400"], "flops=inf is not within"),
+        (["optimal", "--flops", "1e20", "--unique-tokens", "inf"], "unique_tokens=inf is not within"),
+        (["optimal", "--flops", "1e20", "--inference-tokens", "nan"], "inference_tokens=nan is not within"),
+        (["verdict", "--params", "1e9", "--tokens", "-1"], "tokens=-1.0 is not within"),
+        (["plot", "--budgets", "nan"], "budgets=nan is not within"),
+        (["fit", "empty.csv"], "empty.csv has the columns none; needed are params, loss"),
+        (["fit", "header.csv"], "these are 0 runs with 0 and 0"),
+        (
+            ["fit", "copies.csv"],
+            "need at least 6 different runs .* 9 runs, 3 of them different, with 3 and 3",
+        ),
+        (["fit", "endless.csv"], "endless.csv, line 2: params=inf of a run is not a positive number"),
+        (["fit", "few.csv", "--starts", "0"], "starts=0, bootstraps=200 and delta=0.001 must be at least 1"),
+        (["fit", "few.csv", "--drop-worst", "1"], "cannot leave out the 1 worst of 1 runs"),
         (["optimal", "--loss", "0.5"], "loss=0.5 is not reached"),
         (["verdict", "--params", "0", "--tokens", "1"], "params=0.0 is not within"),
         (["fit", "missing.csv"], "No such file or directory: 'missing.csv'"),
-        (["fit", "few.csv"], "need at least 6 runs"),
+        (["fit", "few.csv"], "need at least 6 different runs"),
         (["plot", "few.csv", "--law", "sqrt"], "leave out --law and --budgets"),
         (["plot", "--out", "figure.xyz"], "'figure.xyz' does not end like an image; use for example 'scaling.png'"),
     ],
@@ -129,9 +145,14 @@ def test_errors_are_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     append_run("few.csv", Run.of(1e6, 1e7, 3.0))
+    Path("empty.csv").touch()
+    Path("header.csv").write_text("params,tokens,loss\n")
+    Path("endless.csv").write_text("params,tokens,loss\n1e400,1e7,3\n")
+    for size in (1e6, 3e6, 1e7) * 3:
+        append_run("copies.csv", Run.of(size, 2 * size, 3.0))
     assert main(["scaling", *arguments]) == 2
     streams = capsys.readouterr()
-    assert message in streams.err
+    assert re.search(message, streams.err)
     assert len(streams.err.splitlines()) == 1
     assert streams.out == ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -84,7 +85,7 @@ def test_objective_is_a_sum_of_huber_losses() -> None:
 @pytest.mark.parametrize(
     ("runs", "message"),
     [
-        (sweep()[:5], "need at least 6 runs .*; these are 5 runs"),
+        (sweep()[:5], "need at least 6 different runs .*; these are 5 runs"),
         ([Run.of(1e8, 1e9 * k, 3.0 + 1 / k) for k in range(1, 9)], "at least 3 .*; these are 8 runs with 1 and 8"),
         ([Run.of(n, 20 * n, TRUTH(n, 20 * n)) for n in np.geomspace(1e7, 1e9, 8)], "lie on one line of log parameters"),
         (sweep(budgets=1, sizes=8), "all 8 runs lie on one line"),
@@ -171,3 +172,15 @@ def test_worst_runs_can_be_left_out() -> None:
     assert drop_worst(runs, 0) == tuple(runs)
     with pytest.raises(ValueError, match=r"cannot leave out the 6 worst of 6 runs; use 0 .. 5"):
         drop_worst(runs, 6)
+
+
+def test_many_writers_of_one_table_lose_no_row(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "runs.csv"
+    runs = [Run.of(1e6 + index, 1e7, 3.0) for index in range(200)]
+    with ThreadPoolExecutor(8) as writers:
+        list(writers.map(lambda run: append_run(file, run), runs))
+    assert set(read_runs(file).runs) == set(runs)
+    # Two that made the file at one time, and one that was interrupted before its line ended.
+    file.write_text("params,tokens,flops,loss\nparams,tokens,flops,loss\n1.0,2.0,12.0,3.0")
+    append_run(file, runs[0])
+    assert read_runs(file).runs == (Run.of(1.0, 2.0, 3.0), runs[0])
