@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +23,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim.swa_utils import AveragedModel
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
@@ -154,35 +155,41 @@ def forget_training_data(trainer: Trainer) -> None:
 
 
 class _RememberingSource(_DataLoaderSource):
-    """A data source that remembers the loaders it gave out, before Lightning rebuilds them with other samplers."""
+    """A data source that puts the loaders it gives out into a queue, before Lightning rebuilds them one by one."""
 
-    originals: list[DataLoader[Any]]
+    given_out: deque[Any]
 
     def dataloader(self) -> Any:
         loaders = super().dataloader()
-        leaves = loaders.flattened if isinstance(loaders, CombinedLoader) else tree_flatten(loaders)[0]
-        self.originals = [x for x in leaves if isinstance(x, DataLoader)]
+        combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
+        self.given_out.clear()
+        self.given_out.extend(combined.flattened)
         return loaders
 
 
+def _data_loops(trainer: Trainer) -> tuple[Any, ...]:
+    fit = trainer.fit_loop
+    return fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop
+
+
 def remember_loaders(trainer: Trainer) -> None:
-    """Makes `original_loader` work for the coming run."""
-    fit = trainer.fit_loop
-    for loop in (fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+    """Makes `take_original_loader` work for the coming run."""
+    given_out: deque[Any] = deque()
+    for loop in _data_loops(trainer):
         source = loop._data_source
-        if not isinstance(source, _RememberingSource):
-            loop._data_source = _RememberingSource(source.instance, source.name)
-            loop._data_source.originals = []
+        loop._data_source = _RememberingSource(source.instance, source.name)
+        loop._data_source.given_out = given_out
 
 
-def original_loader(trainer: Trainer, loader: DataLoader[Any]) -> DataLoader[Any] | None:
-    """The user's own loader that Lightning rebuilt into `loader`; None if it is not known."""
-    fit = trainer.fit_loop
-    for loop in (fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-        for candidate in getattr(loop._data_source, "originals", []):
-            if candidate is loader or candidate.dataset is loader.dataset:
-                return candidate
-    return None
+def take_original_loader(trainer: Trainer, rebuilt: object) -> DataLoader[Any] | None:
+    """The user's own loader that Lightning rebuilt; None if it is not known. To be asked once for every loader.
+
+    The loaders of a run may share a dataset, so that only their order tells them apart.
+    """
+    given_out = getattr(trainer.fit_loop._data_source, "given_out", None)
+    original = given_out.popleft() if given_out else None
+    alike = isinstance(original, DataLoader) and original.dataset is getattr(rebuilt, "dataset", None)
+    return original if alike else None
 
 
 def training_batch_size(trainer: Trainer) -> int | None:

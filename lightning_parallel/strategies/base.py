@@ -184,9 +184,9 @@ class PartitionedStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Keeps the order that a plain run would have: nothing is shuffled but what the user's loader shuffles."""
         trainer = self._trainer()
+        original = _compat.take_original_loader(trainer, dataloader)
         if not isinstance(dataloader, DataLoader):
             return dataloader
-        original = _compat.original_loader(trainer, dataloader)
         sampler = dataloader.sampler
         if original is not None and sampler is not original.sampler and not trainer.predicting:
             if self.layout.data == 1 and not isinstance(original.sampler, RandomSampler):

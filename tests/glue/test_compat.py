@@ -23,7 +23,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
@@ -336,21 +336,30 @@ def test_an_example_batch_is_not_consumed(data: Callable[[], Any], steps: int, f
     assert len(model.batches) == steps, f"{VERSIONS}: looking at a batch took it away"
 
 
-def test_original_loaders_are_remembered() -> None:
-    class Remember(Callback):
-        def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+def test_original_loaders_are_taken_in_order() -> None:
+    """Loaders of one dataset are told apart; what is no DataLoader takes its place in the order too."""
+    taken: list[Any] = []
+    train = loader(shuffle=True)
+    val = [DataLoader(train.dataset, 2), [torch.ones(1, 2)], DataLoader(train.dataset, 3)]
+
+    class Asking(SingleDeviceStrategy):
+        def setup_environment(self) -> None:
+            super().setup_environment()
             _compat.remember_loaders(trainer)
             _compat.remember_loaders(trainer)
+
+        def process_dataloader(self, dataloader: object) -> object:
+            taken.append(_compat.take_original_loader(trainer, dataloader))
+            return dataloader
 
     class Several(Model):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             return None
 
-    trainer, train, val = make_trainer(callbacks=[Remember()]), loader(shuffle=True), [loader(3), loader(4)]
+    trainer = make_trainer(strategy=Asking("cpu"))
     trainer.fit(Several(), train, CombinedLoader(val, "sequential"))
-    assert _compat.original_loader(trainer, DataLoader(train.dataset, 2)) is train
-    assert [_compat.original_loader(trainer, x) for x in val] == val, f"{VERSIONS}: data sources work otherwise"
-    assert _compat.original_loader(trainer, loader()) is None
+    assert taken == [train, val[0], None, val[2]], f"{VERSIONS}: loops set their data up otherwise"
+    assert _compat.take_original_loader(trainer, train) is None
 
 
 def test_workers_are_seeded_by_replica(monkeypatch: pytest.MonkeyPatch) -> None:

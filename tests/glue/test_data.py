@@ -67,11 +67,14 @@ def test_f20_replicas_divide_the_samples_and_ranks_of_a_replica_share_them(ranks
 class Backwards(Sampler[int]):
     """A sampler of the user's own."""
 
+    def __init__(self, first: int = 0) -> None:
+        self.first = first
+
     def __iter__(self) -> Iterator[int]:
-        return iter(range(COUNT - 1, -1, -1))
+        return iter(range(COUNT - 1, self.first - 1, -1))
 
     def __len__(self) -> int:
-        return COUNT
+        return COUNT - self.first
 
 
 class Stream(IterableDataset[Any]):
@@ -110,9 +113,27 @@ def own_division(site: Site) -> Any:
     return weights(module)
 
 
+class Validated(Recording):
+    """Has two validation loaders, whose losses it returns."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.loss(batch))
+        self.log("largest", batch["id"].max().float(), reduce_fx="max")
+
+
+def one_dataset(site: Site) -> Any:
+    """Loaders of training and validation that differ in samplers and batch sizes alone."""
+    module, data = Validated(), Samples(COUNT)
+    val = [site.loader(data, 8, sampler=Backwards(10)), site.loader(data, 4)]
+    trainer = site.trainer(max_epochs=1)
+    trainer.fit(module, site.loader(data, 4, sampler=Backwards()), val)
+    counts = (trainer.num_training_batches, trainer.num_val_batches)
+    return {"counts": counts, "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()}}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_samplers_and_streams_of_the_user(ranks: Ranks, layout: Layout) -> None:
-    for scenario in (own_sampler, stream, own_division):
+    for scenario in (own_sampler, stream, own_division, one_dataset):
         check(ranks, scenario, layout)
 
 
