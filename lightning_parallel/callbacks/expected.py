@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 
 from lightning_parallel.layout import ParallelLayout
-from lightning_parallel.planner.hardware import GIB, Cluster, Gpu, cpu_process, recognise
+from lightning_parallel.planner.hardware import Cluster, Gpu
 from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.model_shape import ModelShape
-from lightning_parallel.strategies.auto import AutoStrategy, planned_states
+from lightning_parallel.strategies.auto import AutoStrategy
+from lightning_parallel.strategies.planning import device_memory, planned_gpu, planned_states
 from lightning_parallel.strategies.tensor_pipeline import TensorPipelineStrategy
 
 __all__ = ["layout_of", "running_job", "running_split"]
@@ -94,10 +94,7 @@ def _device(trainer: Trainer) -> Gpu:
     strategy = trainer.strategy
     if isinstance(strategy, AutoStrategy):
         return strategy.choice.job.cluster.gpu
-    device = strategy.root_device
-    if device.type != "cuda":
-        return cpu_process(1.0)
-    return recognise(torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory / GIB)
+    return planned_gpu(strategy.root_device, device_memory(strategy.root_device) or 1.0)
 
 
 def _optimizer(trainer: Trainer) -> str:

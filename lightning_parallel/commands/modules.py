@@ -67,14 +67,15 @@ def shape_of_module_path(path: str, *, heads: int = 0, seq: int = 0) -> ModelSha
     return shape_of_module(module, heads=heads, seq=seq)
 
 
-def shape_of_module(module: nn.Module, *, heads: int = 0, seq: int = 0) -> ModelShape:
+def shape_of_module(module: nn.Module, *, heads: int = 0, seq: int = 0, heads_known: bool = False) -> ModelShape:
     """The shape of a module: from the transformers configuration in it, else read off its repeated blocks.
 
     The parameter count is always that of the module. Sizes that no tensor shows: ``heads`` is taken from the modules'
-    attributes (64 wide when there are none), ``seq`` from learned positions or 2048.
+    attributes (64 wide when there are none, unless they must be ``heads_known``), ``seq`` from learned positions or
+    2048.
 
     Raises:
-        ValueError: the module has no embedding or no blocks to read the sizes from, or experts.
+        ValueError: the module has no embedding or no blocks to read the sizes from, or experts, or no known heads.
     """
     for fields in _configurations(module):
         if fields.get("model_type") in FAMILIES:
@@ -88,6 +89,8 @@ def shape_of_module(module: nn.Module, *, heads: int = 0, seq: int = 0) -> Model
     tokens = max(embeddings, key=lambda m: m.num_embeddings * m.embedding_dim)
     positions = [m.num_embeddings for m in embeddings if m is not tokens]
     found = heads or _attribute(blocks[0], ("n_head", "num_heads", "num_attention_heads", "nhead", "heads"))
+    if heads_known and not found:
+        raise ValueError("no attribute of the blocks, such as num_heads, tells their number of heads; give it instead")
     shape = ModelShape(
         layers=len(blocks),
         hidden=tokens.embedding_dim,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 
@@ -17,17 +16,22 @@ from lightning_parallel.commands.plan_text import plan_text
 from lightning_parallel.layout import ParallelLayout
 from lightning_parallel.mesh import whole_world
 from lightning_parallel.planner.choose import Choice, Choices, choose
-from lightning_parallel.planner.hardware import GIB, Cluster, Gpu, cpu_process, find_gpu, recognise
-from lightning_parallel.planner.job import RECOMPUTES, Candidate, TrainingJob
+from lightning_parallel.planner.hardware import Cluster, find_gpu
+from lightning_parallel.planner.job import RECOMPUTES
 from lightning_parallel.planner.model_shape import ModelShape
-from lightning_parallel.planner.strategy_text import unrunnable
 from lightning_parallel.strategies import _compat
-from lightning_parallel.strategies.config import ZeroConfig
+from lightning_parallel.strategies.planning import (
+    PlannedPipeline,
+    device_memory,
+    device_name,
+    planned_gpu,
+    recomputation,
+    why_not,
+    zero_cases,
+)
 from lightning_parallel.strategies.tensor_pipeline import TensorPipelineStrategy
 
-__all__ = ["AutoStrategy", "planned_states"]
-
-_PRECISIONS = {"32-true": "fp32", "16-mixed": "fp16", "bf16-mixed": "bf16", "16-true": "fp16", "bf16-true": "bf16"}
+__all__ = ["AutoStrategy"]
 
 
 class AutoStrategy(TensorPipelineStrategy):
@@ -110,19 +114,20 @@ class AutoStrategy(TensorPipelineStrategy):
             fixed: fields of `planner.job.Candidate` that are given.
         """
         found = shape or shape_of_module(module)
-        return choose(_cases(found, cluster, batch_size, precision, dict(fixed or {})), _why_not)
+        return choose(zero_cases(found, cluster, batch_size, precision, dict(fixed or {})), why_not)
 
     def _choose_layout(self) -> ParallelLayout:
         """Asks the planner, and takes over what it says."""
         module = self._module()
         memory = self._device_memory()
-        facts = comm.gather_objects((self._device_name(), memory), whole_world())
+        facts = comm.gather_objects((device_name(self.root_device), memory), whole_world())
         names = dict.fromkeys(name for name, _ in facts)
         if len(names) > 1:
             raise ValueError(
                 f"ranks have different devices ({', '.join(names)}); plan for one kind, or name it by gpu="
             )
-        gpu = self._gpu(min(amount for _, amount in facts))
+        least = min(amount for _, amount in facts)
+        gpu = planned_gpu(self.root_device, least) if self.gpu is None else replace(self.gpu, memory_gib=least)
         shape = self.shape or _read_shape(module, self.seq)
         cluster = Cluster(gpu, self.num_processes, self.num_nodes)
         precision = str(self.precision_plugin.precision)
@@ -133,16 +138,15 @@ class AutoStrategy(TensorPipelineStrategy):
 
     def _adopt(self, choice: Choice) -> None:
         split = choice.plan.split
-        micro_batches = split.micro_batches(choice.job)
         self._sizes = (split.tensor, split.pipeline)
         self.tensor_config = replace(self.tensor_config, size=split.tensor)
-        self.pipeline_config = replace(self.pipeline_config, size=split.pipeline, micro_batches=micro_batches)
+        self.pipeline_config = PlannedPipeline.of(self.pipeline_config, split.pipeline, split.micro_batches(choice.job))
         self.zero_config = replace(self.zero_config, stage=split.zero_stage)
 
     def _fixed(self, module: nn.Module) -> dict[str, Any]:
         tensor, pipeline = self._sizes
         sizes = {"tensor": tensor, "pipeline": pipeline}
-        recompute = self.recompute or ("full" if _checkpoints(module) else "none")
+        recompute = self.recompute or recomputation(module)
         fixed: dict[str, Any] = {
             "sequence_parallel": self.tensor_config.sequence_parallel,
             "recompute": recompute,
@@ -165,26 +169,14 @@ class AutoStrategy(TensorPipelineStrategy):
             )
         return size
 
-    def _device_name(self) -> str:
-        device = self.root_device
-        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
     def _device_memory(self) -> float:
-        if self.memory_gib is not None:
-            return self.memory_gib
-        if self.root_device.type != "cuda":
+        memory = self.memory_gib if self.memory_gib is not None else device_memory(self.root_device)
+        if memory is None:
             raise ValueError(
                 f"a {self.root_device.type} does not say how much memory a process may use: pass "
                 "AutoStrategy(memory_gib=4)"
             )
-        return float(torch.cuda.get_device_properties(self.root_device).total_memory / GIB)
-
-    def _gpu(self, memory_gib: float) -> Gpu:
-        if self.gpu is not None:
-            return replace(self.gpu, memory_gib=memory_gib)
-        if self.root_device.type == "cuda":
-            return recognise(self._device_name(), memory_gib)
-        return cpu_process(memory_gib)
+        return memory
 
 
 def _read_shape(module: nn.Module, seq: int) -> ModelShape:
@@ -195,46 +187,6 @@ def _read_shape(module: nn.Module, seq: int) -> ModelShape:
             f"the sizes of {type(module).__name__} cannot be read off it ({error}); build its layers in __init__, or "
             "pass AutoStrategy(shape=ModelShape(...)) with those of lightning_parallel.planner.model_shape"
         ) from error
-
-
-def planned_states(precision: str, zero_stage: int) -> tuple[str, str]:
-    """The planner's names of a Trainer's precision: of the products, and of what is kept beside them.
-
-    Raises:
-        ValueError: a precision that the planner does not know.
-    """
-    if precision not in _PRECISIONS:
-        raise ValueError(f"precision={precision!r} is not planned; use {' or '.join(map(repr, _PRECISIONS))}")
-    kept = "autocast"
-    if precision in ("16-true", "bf16-true"):
-        # ZeRO sums gradients and steps in 32 bit.
-        kept = "fp32-gradients" if zero_stage else "true"
-    return _PRECISIONS[precision], kept
-
-
-def _cases(
-    shape: ModelShape, cluster: Cluster, batch_size: int, precision: str, fixed: dict[str, Any]
-) -> Iterator[tuple[TrainingJob, dict[str, Any]]]:
-    """A job for each ZeRO stage: the bytes of its states depend on it."""
-    for stage in (0, 1, 2, 3):
-        if fixed.get("zero_stage", stage) == stage:
-            products, kept = planned_states(precision, stage)
-            job = TrainingJob(shape, cluster, batch_size, precision=products, states=kept)
-            yield job, {**fixed, "zero_stage": stage}
-
-
-def _why_not(split: Candidate) -> str:
-    if split.zero_stage and split.data == 1:
-        return "there is one replica only, nothing to shard over"
-    try:
-        ZeroConfig(split.zero_stage)
-    except ValueError as error:
-        return str(error)
-    return unrunnable(split)
-
-
-def _checkpoints(module: nn.Module) -> bool:
-    return any(getattr(child, "is_gradient_checkpointing", False) is True for child in module.modules())
 
 
 @rank_zero_only

@@ -26,6 +26,7 @@ from lightning_parallel.mesh import Mesh, build_mesh
 from lightning_parallel.strategies import _compat, metric_states
 from lightning_parallel.strategies._compat_loops import agree_to_stop
 from lightning_parallel.strategies.config import SizeOrAuto, check_flag
+from lightning_parallel.strategies.even_split import even_or_planned
 from lightning_parallel.strategies.failures import FailureWatch
 from lightning_parallel.strategies.partition import Partition, materialize
 from lightning_parallel.strategies.predictions import PredictionGatherer
@@ -157,7 +158,8 @@ class PartitionedStrategy(DDPStrategy):
         self._evaluation_samples = SampleCounter(self.layout.data, self.mesh.data_rank)
 
     def _choose_layout(self) -> ParallelLayout:
-        return ParallelLayout.choose(self.world_size, self.num_processes, *self._sizes)
+        even = ParallelLayout.choose(self.world_size, self.num_processes, *self._sizes)
+        return even_or_planned(self, even, self._sizes)
 
     def _start_watch(self) -> None:
         environment = self.cluster_environment

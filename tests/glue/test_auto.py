@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 from typing import Any
 
 import pytest
@@ -11,26 +12,42 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_parallel import AutoStrategy
+from lightning_parallel import AutoStrategy, TensorPipelineStrategy
+from lightning_parallel.callbacks import MicroBatchSizer
 from lightning_parallel.planner.hardware import GIB, Cluster, cpu_process, find_gpu, recognise
 from lightning_parallel.planner.model_shape import ModelShape
 from lightning_parallel.planner.search import USABLE_MEMORY
-from tests.glue.oracle import Site, assert_same
+from tests.glue.oracle import QUIET, Site, assert_same
 from tests.glue.training import GPT, Tokens, weights
 from tests.harness import Ranks
 
 AMPLE = 1.0
 
 
-def trained(strategy: Any, devices: int, batch_size: int) -> Any:
+def trained(strategy: Any, devices: int, batch_size: int, heads: int = 2, callbacks: Any = ()) -> Any:
     """Where two steps of a run led; what it printed is left in its place."""
-    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    module = GPT(layers=4)
+    module = GPT(layers=4, width=4 * heads, heads=heads)
     trainer = Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, max_steps=2, enable_model_summary=False, **options
+        accelerator="cpu", devices=devices, strategy=strategy, max_steps=2, callbacks=[*callbacks], **QUIET
     )
     trainer.fit(module, Site().loader(Tokens(16), batch_size))
     return weights(module)
+
+
+def told(strategy: TensorPipelineStrategy, devices: int, batch_size: int, heads: int) -> Any:
+    """The layout, where it led, and what was said about it."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    try:
+        after = trained(strategy, devices, batch_size, heads)
+    finally:
+        logger.removeHandler(handler)
+    layout = strategy.layout
+    said = [line for line in lines if "even split" in line]
+    return (layout.tensor, layout.pipeline, layout.data), after, said
 
 
 def runs(rank: int, world_size: int, tight: float) -> Any:
@@ -47,19 +64,35 @@ def runs(rank: int, world_size: int, tight: float) -> Any:
         found.append((sizes, after, printed.getvalue()))
     with pytest.raises(ValueError, match="no layout of 2 devices with 1e-06 GiB each"):
         trained(AutoStrategy(memory_gib=1e-6), world_size, 4)
-    with pytest.raises(ValueError, match="a cpu does not say how much memory a process may use") as error:
+    with pytest.raises(ValueError, match="a cpu does not say how much memory a process may use"):
         trained("auto_parallel", world_size, 4)
-    return found, str(error.value)
+    sizer = MicroBatchSizer(limit=2)
+    measured = trained(AutoStrategy(memory_gib=AMPLE), world_size, 4, callbacks=[sizer])
+    assert sizer.micro_batch == 2, "what was planned may still be measured"
+    even = [told(TensorPipelineStrategy(), world_size, 8, 2), told(TensorPipelineStrategy(), world_size, 4, 3)]
+    return found, measured, even
 
 
 def test_it_becomes_the_layout_that_memory_allows(ranks: Ranks) -> None:
     expected = trained("auto", 1, 8)
+    three_heads = trained("auto", 1, 8, 3)
     both = ranks(2, runs, tight_memory(), launch="lightning")
-    for rank, (found, _) in enumerate(both):
+    for rank, (found, measured, (even, uneven)) in enumerate(both):
+        assert_same(measured, expected, "with measured micro-batches")
+        assert even[0] == (2, 1, 1)
+        assert_same(even[1], expected, "the even split")
+        assert even[2] == []
+        assert_same(uneven[1], three_heads, "three heads")
+        # Two ranks cannot share three heads; on a CPU the fastest of what is left is data parallelism.
+        assert uneven[0] == (1, 1, 2)
+        assert len(uneven[2]) == (rank == 0)
+        for line in uneven[2]:
+            assert "attention head count 3 cannot be split" in line
+            assert "planned instead: tensor 1 x pipeline 1 x data 2" in line
         for sizes, after, printed in found:
             assert_same(after, expected, str(sizes))
             assert ("layouts that fit, fastest first" in printed) == (rank == 0), "one rank tells"
-    layouts = [[sizes for sizes, _, _ in found] for found, _ in both]
+    layouts = [[sizes for sizes, _, _ in found] for found, _, _ in both]
     assert layouts[0] == layouts[1], "ranks agree"
     ample, tight = layouts[0]
     assert ample == (1, 1, 2)
