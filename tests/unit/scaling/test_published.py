@@ -52,7 +52,7 @@ def surface_of(row: Row) -> ParametricLoss:
 
 
 def optimum(row: Row) -> None:
-    """Table A3 takes an exponent of its own for approach 3; budgets of the others are printed to two or three digits."""
+    """Table A3 has an exponent of its own for approach 3; budgets of the others have two or three digits."""
     law = APPROACHES[row["label"]]
     best, tolerance = optimal(number(row, "flops"), law), 0.17 if law == "hoffmann-3" else 0.06
     assert best.params == pytest.approx(number(row, "params"), rel=tolerance)
@@ -66,7 +66,7 @@ def exponents(row: Row) -> None:
 
 
 def parametric_fit(row: Row) -> None:
-    """Fits to the same points differ in A and B, not in what they predict; outliers or other data change the optimum."""
+    """Fits to the same points differ in A and B, not in what they predict; outliers or other data move optima."""
     surface = surface_of(row)
     if row["a_exp"]:
         assert surface.exponent == pytest.approx(number(row, "a_exp"), abs=1e-3)
