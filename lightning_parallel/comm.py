@@ -48,6 +48,7 @@ __all__ = [
 ]
 
 Op = Literal["sum", "max", "min"]
+_NAMELESS = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def group_size(group: ProcessGroup | None) -> int:
@@ -101,7 +102,7 @@ def all_gather_into(output: Tensor, tensor: Tensor, group: ProcessGroup | None, 
     # The newer name exists from torch 2.13 on, where the older one warns on every call.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     # Flat, because gloo wants parts of the very shape of the input.
-    return gather(output.view(-1), tensor.reshape(-1), group=group, async_op=async_op)
+    return gather(_wire(output.view(-1)), _wire(tensor.reshape(-1)), group=group, async_op=async_op)
 
 
 def reduce_scatter_into(
@@ -148,7 +149,7 @@ def broadcast_(tensor: Tensor, src_global: int, group: ProcessGroup | None, asyn
     if group is None or group.size() == 1:
         return None
     _check_contiguous(tensor)
-    return dist.broadcast(tensor, src=src_global, group=group, async_op=async_op)
+    return dist.broadcast(_wire(tensor), src=src_global, group=group, async_op=async_op)
 
 
 def gather_objects(obj: Any, group: ProcessGroup | None) -> list[Any]:
@@ -189,10 +190,10 @@ def exchange(ops: Sequence[SendRecv], group: ProcessGroup | None) -> list[Work]:
     batch = []
     for transfer in ops:
         if transfer.send:
-            batch.append(dist.P2POp(dist.isend, transfer.tensor.contiguous(), transfer.peer, group))
+            batch.append(dist.P2POp(dist.isend, _wire(transfer.tensor.contiguous()), transfer.peer, group))
         else:
             _check_contiguous(transfer.tensor)
-            batch.append(dist.P2POp(dist.irecv, transfer.tensor, transfer.peer, group))
+            batch.append(dist.P2POp(dist.irecv, _wire(transfer.tensor), transfer.peer, group))
     return list(dist.batch_isend_irecv(batch))
 
 
@@ -376,6 +377,11 @@ class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _GatherSequence.apply(grad, ctx.group, ctx.dim, ctx.sizes), None, None, None
+
+
+def _wire(tensor: Tensor) -> Tensor:
+    """The same memory, as bytes if backends have no name for its dtype: these can be moved, but not added up."""
+    return tensor.view(-1).view(torch.uint8) if tensor.dtype in _NAMELESS else tensor
 
 
 def _check_contiguous(tensor: Tensor) -> None:

@@ -246,9 +246,13 @@ def check_plain(rank: int, world_size: int) -> None:
     x = torch.full((2,), float(rank))
     comm.broadcast_(x, world_size - 1, group)
     assert x.tolist() == [world_size - 1] * 2
-    gathered = torch.empty(world_size, 2)
-    comm.all_gather_into(gathered, torch.full((2,), float(rank)), group)
-    assert gathered.tolist() == [[r, r] for r in range(world_size)]
+    for dtype in (torch.float32, torch.int16, torch.float8_e5m2):  # backends have no name for the last two
+        single = torch.tensor(rank + 1.0).to(dtype)
+        comm.broadcast_(single, world_size - 1, group)
+        assert single.float() == world_size
+        gathered = torch.empty(world_size, 2, dtype=dtype)
+        comm.all_gather_into(gathered, torch.full((2,), float(rank)).to(dtype), group)
+        assert gathered.float().tolist() == [[r, r] for r in range(world_size)]
     assert comm.gather_objects({"rank": rank}, group) == [{"rank": r} for r in range(world_size)]
     assert comm.broadcast_object(("from", rank), 1, group) == ("from", 1)
     assert (comm.group_size(group), comm.group_rank(group)) == (world_size, rank)
@@ -323,12 +327,13 @@ def test_sub_group(ranks: Ranks) -> None:
 
 
 def check_exchange(rank: int, world_size: int) -> None:
-    """Every rank sends three tensors to the next and one back, in one batch with all receives."""
+    """Every rank sends four tensors to the next and one back, in one batch with all receives."""
     group = dist.group.WORLD
     following, previous = (rank + 1) % world_size, (rank - 1) % world_size
 
     def forward(sender: int) -> list[Tensor]:
-        return [wave(2, 3, phase=sender), torch.tensor([sender, -1]), torch.tensor([sender > 0, True, False])]
+        small = torch.tensor(sender, dtype=torch.int16)
+        return [wave(2, 3, phase=sender), torch.tensor([sender, -1]), torch.tensor([sender > 0, True, False]), small]
 
     received = [torch.empty_like(t) for t in forward(0)]
     back = torch.empty(3, 2, dtype=torch.float64)
