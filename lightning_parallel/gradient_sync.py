@@ -153,7 +153,8 @@ def _present_somewhere(
     if not trainable:
         return []
     complete = all(p.grad is not None for p, _ in trainable)
-    present = torch.tensor([float(p.grad is not None) for p, _ in trainable], device=trainable[0][0].device)
+    flags = torch.tensor([float(p.grad is not None) for p, _ in trainable], device="cpu")
+    present = flags.to(trainable[0][0].device, non_blocking=True)
     comm.all_reduce_(present, group)
     counts = [1.0] * len(trainable) if complete else present.tolist()
     return [entry for entry, count in zip(trainable, counts, strict=True) if count > 0]
@@ -166,7 +167,8 @@ def _sum_present(parameters: Sequence[torch.nn.Parameter], group: ProcessGroup) 
         same = [p for p in trainable if p.dtype == dtype]
         present = [p.grad is not None for p in same]
         parts = [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in same]
-        flat = torch.cat([*parts, torch.tensor(present, dtype=dtype, device=same[0].device)])
+        flags = torch.tensor(present, dtype=dtype, device="cpu").to(same[0].device, non_blocking=True)
+        flat = torch.cat([*parts, flags])
         comm.all_reduce_(flat, group)
         counts = None
         offset = 0

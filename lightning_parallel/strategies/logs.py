@@ -128,7 +128,7 @@ def _combine(entries: list[tuple[LogCall, torch.Tensor]]) -> LogCall:
         return first
     values = torch.stack([call.value.to(torch.float64) for call, _ in entries if call.value is not None])
     weights = torch.stack(
-        [weight.to(values) if call.weight is None else values.new_tensor(call.weight) for call, weight in entries]
+        [weight.to(values) if call.weight is None else values.new_full((), call.weight) for call, weight in entries]
     )
     if first.reduction == "sum":
         total = values.sum()

@@ -121,7 +121,7 @@ class ModelSpan:
             # Largest elements, because the sum of squares of finite numbers may overflow.
             largest = torch._foreach_norm(gradients, float("inf"))
             found = (~torch.isfinite(torch.stack([n.to(found) for n in largest])).all()).float()
-        mine = bool(found)
+        mine = found.clone()
         comm.all_reduce_(found, self.mesh.world, op="max")
         if not bool(found):
             return
@@ -132,7 +132,7 @@ class ModelSpan:
             return
         mesh = self.mesh
         where = f"pipeline stage {mesh.stage}, replica {mesh.data_rank}, tensor rank {mesh.tensor_rank}"
-        reports = comm.gather_objects(where if mine else None, mesh.world)
+        reports = comm.gather_objects(where if bool(mine) else None, mesh.world)
         places = "; ".join(r for r in reports if r is not None)
         raise NonFiniteGradientError(
             f"gradients are not finite on {places}. Lower the learning rate, clip gradients, or set "

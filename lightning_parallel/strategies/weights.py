@@ -41,7 +41,9 @@ def loss_weights(
             weight = count_valid_labels(part)
         else:
             weight = batch_size(part) or 1
-        weights.append(torch.as_tensor(weight, dtype=torch.float64, device=device))
+        if not isinstance(weight, torch.Tensor):
+            weight = torch.full((), float(weight), dtype=torch.float64, device=device)
+        weights.append(weight.to(device, torch.float64, non_blocking=True))
     return weights
 
 

@@ -221,7 +221,9 @@ class ZeroSharder:
         for index in self._order.rest():
             self._launch(self.buckets[index])
         counts = [float(present) for bucket in self._reduced for present in bucket.present]
-        present = torch.tensor(counts, device=self._reduced[0].values.device if self._reduced else None)
+        present = torch.tensor(counts, device="cpu")
+        if self._reduced:
+            present = present.to(self._reduced[0].values.device, non_blocking=True)
         counting = comm.all_reduce_(present, self.group, async_op=True) if counts else None
         while self._in_flight:
             self._in_flight.popleft().wait()
