@@ -156,7 +156,7 @@ class BoundaryLink:
         payload = pickle.dumps((outline, boundary.outlines))
         known = payload in self._sent
         number = self._sent.setdefault(payload, len(self._sent))
-        self._post(torch.tensor([number, 0 if known else len(payload)]))
+        self._post(torch.tensor([number, 0 if known else len(payload)], device="cpu"))
         if not known:
             self._post(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
         if len(self._sent) >= _MAX_KNOWN:  # the receiver forgets at the same message
@@ -176,7 +176,7 @@ class BoundaryLink:
     def _receive_header_ahead(self) -> None:
         if self._awaited and self._next_header is None:
             self._awaited -= 1
-            header = torch.empty(2, dtype=torch.int64)
+            header = torch.empty(2, dtype=torch.int64, device="cpu")
             self._next_header = self._start_receiving(header), header
 
     def expect(self) -> Boundary:
@@ -191,7 +191,7 @@ class BoundaryLink:
             work.wait()
         number, length = header.tolist()
         if length:
-            payload = torch.empty(length, dtype=torch.uint8)
+            payload = torch.empty(length, dtype=torch.uint8, device="cpu")
             for work in self._start_receiving(payload):
                 work.wait()
             self._known[number] = pickle.loads(payload.numpy().tobytes())

@@ -59,7 +59,9 @@ class TreeBroadcast:
         payload = self._pickled((kinds, skeleton_of(spec)))
         known = payload in self._numbers
         number = self._numbers.setdefault(payload, len(self._numbers))
-        comm.broadcast_(torch.tensor([number, 0 if known else len(payload)]), self.source, self.mesh.control)
+        comm.broadcast_(
+            torch.tensor([number, 0 if known else len(payload)], device="cpu"), self.source, self.mesh.control
+        )
         if not known:
             comm.broadcast_(torch.frombuffer(bytearray(payload), dtype=torch.uint8), self.source, self.mesh.control)
         for on_host, dtype in _messages(kinds):
@@ -74,7 +76,7 @@ class TreeBroadcast:
         except Exception as error:
             text = f"what the step returned or logged cannot be sent to the other pipeline stages: {error}"
             encoded = text.encode()
-            comm.broadcast_(torch.tensor([-1, len(encoded)]), self.source, self.mesh.control)
+            comm.broadcast_(torch.tensor([-1, len(encoded)], device="cpu"), self.source, self.mesh.control)
             comm.broadcast_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8), self.source, self.mesh.control)
             raise TypeError(text) from error
 
@@ -85,17 +87,17 @@ class TreeBroadcast:
         if isinstance(leaf, torch.Tensor):
             return ("tensor", tuple(leaf.shape), leaf.dtype), leaf.detach().to(self.mesh.device)
         if isinstance(leaf, float):
-            return ("float", (), torch.float64), torch.tensor([leaf], dtype=torch.float64)
+            return ("float", (), torch.float64), torch.tensor([leaf], dtype=torch.float64, device="cpu")
         if isinstance(leaf, int) and not isinstance(leaf, bool) and abs(leaf) < 2**62:
-            return ("int", (), torch.int64), torch.tensor([leaf], dtype=torch.int64)
+            return ("int", (), torch.int64), torch.tensor([leaf], dtype=torch.int64, device="cpu")
         return ("object", leaf), None
 
     def _receive(self) -> Any:
-        header = torch.empty(2, dtype=torch.int64)
+        header = torch.empty(2, dtype=torch.int64, device="cpu")
         comm.broadcast_(header, self.source, self.mesh.control)
         number, length = header.tolist()
         if length:
-            buffer = torch.empty(length, dtype=torch.uint8)
+            buffer = torch.empty(length, dtype=torch.uint8, device="cpu")
             comm.broadcast_(buffer, self.source, self.mesh.control)
             received = buffer.numpy().tobytes()
             if number < 0:

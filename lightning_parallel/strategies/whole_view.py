@@ -212,7 +212,8 @@ class WholeView:
 
     def _gather_presence(self) -> Tensor:
         local = self.partition.local_parameters
-        flags = torch.tensor([int(n in local and local[n].grad is not None) for n in self.partition.tags])
+        present = [int(n in local and local[n].grad is not None) for n in self.partition.tags]
+        flags = torch.tensor(present, device="cpu")
         comm.all_reduce_(flags, self.partition.mesh.model_control, "max")
         return flags
 

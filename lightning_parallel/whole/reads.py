@@ -102,8 +102,8 @@ class ServedReads:
 
     def _round(self, code: int) -> tuple[dict[int, Tensor], list[int]]:
         """Everything that any rank asks for in this round, and what each rank said."""
-        said = torch.tensor([code, len(self._gathers), _checksum(self._writes)])
-        everyone = torch.empty((comm.group_size(self.group), 3), dtype=torch.int64)
+        said = torch.tensor([code, len(self._gathers), _checksum(self._writes)], device="cpu")
+        everyone = torch.empty((comm.group_size(self.group), 3), dtype=torch.int64, device="cpu")
         comm.all_gather_into(everyone, said, self.group)
         codes, known, writes = (column.tolist() for column in everyone.unbind(1))
         if len(set(known)) > 1:
