@@ -119,6 +119,10 @@ def build_mesh(layout: ParallelLayout, device: torch.device, timeout: timedelta 
         )
     rank = dist.get_rank()
     pipelines = layout.pipeline_groups()
+    boundary = _subset(pipelines, rank, timeout)
+    if boundary is not None:
+        # Connects the ranks: the first transfer between two of them would wait for all others, which wait for it.
+        dist.all_reduce(torch.zeros(1, device=device), group=boundary)
     return Mesh(
         layout=layout,
         rank=rank,
@@ -127,7 +131,7 @@ def build_mesh(layout: ParallelLayout, device: torch.device, timeout: timedelta 
         tensor=_subset(layout.tensor_groups(), rank, timeout),
         data=_subset(layout.data_groups(), rank, timeout),
         pipeline=_subset(pipelines, rank, timeout),
-        boundary=_subset(pipelines, rank, timeout),
+        boundary=boundary,
         control=_subset(pipelines, rank, timeout, backend="gloo"),
         model=_subset(layout.model_groups(), rank, timeout),
         model_control=_subset(layout.model_groups(), rank, timeout, backend="gloo"),
