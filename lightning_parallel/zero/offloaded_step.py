@@ -47,6 +47,11 @@ class OffloadedStep:
         """Leaves the optimizer with the first bucket."""
         for group in self._fused:
             group["fused"] = True
+        # A loss scaler leaves them on the device; a fused step would use them before a copy of its own has arrived.
+        for name in ("grad_scale", "found_inf"):
+            value = getattr(self._optimizer, name, None)
+            if isinstance(value, torch.Tensor):
+                setattr(self._optimizer, name, value.cpu())
         next(self._walk, None)
 
     @torch.no_grad()
