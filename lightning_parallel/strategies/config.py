@@ -128,7 +128,7 @@ class ZeroConfig:
         offload: None leaves everything on the device. "cpu" steps in host memory, where gradients of shards, optimizer
             states and float32 copies are. "nvme" keeps the last two in files.
         nvme_path: folder for these files, on a local disk; the trainer's `default_root_dir` if None.
-        offload_parameters: keep shards of parameters in host memory too.
+        offload_parameters: of stage 3: shares of parameters lie where `offload` puts the optimizer's states, too.
         prefetch: blocks whose parameters stage 3 gathers ahead of their use; each takes the memory of a block.
     """
 
@@ -147,11 +147,13 @@ class ZeroConfig:
         check_flag("offload_parameters", self.offload_parameters)
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
             raise ValueError(f"prefetch={self.prefetch!r} is not a number of blocks; use 0 or more")
-        if self.offload_parameters:
+        if self.offload_parameters and self.stage != 3:
             raise ValueError(
-                f"offload_parameters=True is not available: parameters of stage {self.stage} stay on the device; leave "
-                "it out, offload='cpu' or 'nvme' moves everything else"
+                f"offload_parameters=True moves shares of parameters, but stage {self.stage} has whole ones on every "
+                "rank; use stage=3, or leave it out"
             )
+        if self.offload_parameters and self.offload is None:
+            raise ValueError("offload_parameters=True needs a place; add offload='cpu' or offload='nvme'")
         if self.offload not in (None, *KINDS):
             raise ValueError(f"offload={self.offload!r} is unknown; use None, 'cpu' or 'nvme'")
         if self.offload != "nvme" and self.nvme_path is not None:
@@ -174,7 +176,7 @@ class ZeroConfig:
             default_path: for the files without a `nvme_path`.
         """
         path = (self.nvme_path or default_path) if self.offload == "nvme" else None
-        return None if self.offload is None else Offload(self.offload, path)
+        return None if self.offload is None else Offload(self.offload, path, self.offload_parameters)
 
     @classmethod
     def of(cls, stage: int | str | ZeroConfig, **options: Any) -> ZeroConfig:

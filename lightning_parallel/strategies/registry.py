@@ -17,6 +17,7 @@ from lightning_parallel.strategies.refusals import note_surroundings
 __all__ = ["STRATEGY_NAMES", "register_strategies"]
 
 _OFFLOADED = ("zero2_offload", "zero3_offload", "zero3_nvme")
+_IN_FILES = {"stage": 3, "offload": "nvme", "offload_parameters": True}
 STRATEGY_NAMES = ("tp_pp", "tp", "pp", "zero1", "zero2", "zero3", *_OFFLOADED, "auto_parallel")
 
 
@@ -31,7 +32,7 @@ def register_strategies() -> None:
         "zero3": ("ZeroStrategy", "data parallel, parameters sharded too", {"stage": 3}),
         "zero2_offload": ("ZeroStrategy", "zero2, stepping in host memory", {"stage": 2, "offload": "cpu"}),
         "zero3_offload": ("ZeroStrategy", "zero3, stepping in host memory", {"stage": 3, "offload": "cpu"}),
-        "zero3_nvme": ("ZeroStrategy", "zero3, optimizer state in files", {"stage": 3, "offload": "nvme"}),
+        "zero3_nvme": ("ZeroStrategy", "zero3, optimizer state and parameters in files", _IN_FILES),
         "auto_parallel": ("AutoStrategy", "what the planner finds fastest", {}),
     }
     for name, (class_name, description, options) in entries.items():

@@ -134,6 +134,8 @@ class UnitView(WholeView):
             finally:
                 for registry, leaf, p in places:
                     registry[leaf] = p
+                for key, p in parameters.items():
+                    self.units.put_share(p, shares[key])
 
 
 def show_shares_to_averages(trainer: Trainer, view: UnitView) -> Callable[[], None]:

@@ -23,7 +23,7 @@ class ZeroStrategy(TensorPipelineStrategy):
         offload: None, "cpu" (the optimizer's side of the shards lies in host memory and is stepped there), or "nvme"
             (optimizer states in files, brought in bucket by bucket).
         nvme_path: folder for these files, on a local disk; the trainer's `default_root_dir` if None.
-        offload_parameters: not available.
+        offload_parameters: shares of stage 3's parameters lie there, too, and are borrowed for each gather.
         loss_weight: how replicas of unequal content are combined: "samples", "valid_labels" (labels other than -100),
             or a function of the batch.
         non_finite: "ignore", "raise" or "skip" (counted in `skipped_steps`): what all ranks do together about

@@ -16,6 +16,7 @@ from lightning_parallel.zero.shards import BucketLayout
 
 if TYPE_CHECKING:
     from lightning_parallel.zero.host_storage import HostStorage
+    from lightning_parallel.zero.share_home import DistantHome
 
 __all__ = ["GradientState", "ShardBucket", "wide_dtype"]
 
@@ -68,6 +69,7 @@ class ShardBucket:
         self.keeps_buffer = keeps_buffer
         self.is_replicated = is_replicated
         self.storage = storage
+        self.home: DistantHome | None = None  # where this rank's share lies, if not in `own`
         self.state = GradientState.EMPTY
         self.filled = [False] * len(self.parameters)
         self.present = [False] * len(self.parameters)
@@ -105,8 +107,14 @@ class ShardBucket:
         piece = self.pieces[place]
         if piece is None:
             return None
-        start = self.layout.slots[place].offset + piece[0] - self._start
+        start = self._start_of(place)
         return self._shaped(place, share[start : start + piece[1] - piece[0]])
+
+    def _start_of(self, place: int) -> int:
+        """Where this rank's piece of a parameter begins in its share."""
+        piece = self.pieces[place]
+        assert piece is not None, "this rank owns something of the parameter"
+        return self.layout.slots[place].offset + piece[0] - self._start
 
     def _shaped(self, place: int, part: Tensor) -> Tensor:
         """Parameters that stay whole, and single numbers, keep their shape; ranges of others are flat."""
@@ -137,6 +145,10 @@ class ShardBucket:
     def own_size(self) -> int:
         """Elements of this rank's share, padding included."""
         return self._stop - self._start
+
+    def held_share(self) -> Tensor:
+        """This rank's share of the values, wherever it lies; to be looked at."""
+        return self.own if self.home is None else self.home.read(0, self.own_size)
 
     @property
     def side(self) -> torch.device:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,14 @@ from lightning_parallel import comm
 from lightning_parallel.comm import ProcessGroup
 from lightning_parallel.zero.buckets import ShardBucket
 from lightning_parallel.zero.host_storage import HostStorage
-from lightning_parallel.zero.link import stand_in
+from lightning_parallel.zero.link import HostBuffers, bytes_of, stand_in
 from lightning_parallel.zero.offload import Extent, FileLayout
 from lightning_parallel.zero.placement import plain_step
+from lightning_parallel.zero.share_home import FileHome, Shelf
 from lightning_parallel.zero.state_file import Pending, StateFile
+
+if TYPE_CHECKING:
+    from lightning_parallel.zero.unit_bucket import UnitBucket
 
 __all__ = ["DiskStorage"]
 
@@ -85,6 +89,8 @@ class DiskStorage(HostStorage):
         except OSError as error:
             problem = str(error)
         self._agree(problem)
+        self.shelf = Shelf(self.file, self.buffers, HostBuffers(self.link.pins))
+        self._housed = 0
 
     @property
     def file(self) -> StateFile:
@@ -113,19 +119,33 @@ class DiskStorage(HostStorage):
             self._known[bucket] = _OnDisk(len(self._known), [None] * len(bucket.parameters))
             for lane in _foreseen(bucket, optimizer):
                 self._extent(bucket, lane)
+        self._reserve()
+        for bucket, optimizer in buckets:
+            if bucket.has_master:
+                master = self.buffers.take(bucket.own_size, bucket.wide)
+                self._known[bucket].lanes[MASTER, bucket.wide] = master.copy_(bucket.held_share())
+                bucket.master = master
+            self._put(bucket, optimizer)
+            self._release(bucket)
+
+    def _reserve(self) -> None:
         problem = None
         try:
             self.file.reserve(self._layout.size)
         except OSError as error:
             problem = str(error)
         self._agree(problem)
-        for bucket, optimizer in buckets:
-            if bucket.has_master:
-                master = self.buffers.take(bucket.own_size, bucket.wide)
-                self._known[bucket].lanes[MASTER, bucket.wide] = master.copy_(bucket.own)
-                bucket.master = master
-            self._put(bucket, optimizer)
-            self._release(bucket)
+
+    def house(self, bucket: UnitBucket) -> None:
+        """Lets this rank's share of a unit's parameters lie in the file. Collective over the group.
+
+        Raises:
+            ValueError: on every rank, if one of them has no space.
+        """
+        extent = self._layout.place(self._housed, "parameters", bucket.own_size * bucket.own.dtype.itemsize)
+        self._housed += 1
+        self._reserve()
+        bucket.move_to(FileHome(bucket.own, self.link, self.shelf, extent))
 
     def _extent(self, bucket: ShardBucket, lane: Lane) -> Extent:
         name, dtype = lane
@@ -164,7 +184,7 @@ class DiskStorage(HostStorage):
         for lane in sorted(known.needed(bucket), key=str):
             values = self.buffers.take(bucket.own_size, lane[1])
             known.lanes[lane] = values
-            known.pending.append(self.file.read(self._extent(bucket, lane), _bytes_of(values)))
+            known.pending.append(self.file.read(self._extent(bucket, lane), bytes_of(values)))
 
     def _finish_reading(self, bucket: ShardBucket, optimizer: torch.optim.Optimizer) -> None:
         known = self._known[bucket]
@@ -189,7 +209,7 @@ class DiskStorage(HostStorage):
             self._extent(bucket, lane)
         self.file.reserve(self._layout.size)
         known.pending = [
-            self.file.write(self._extent(bucket, lane), _bytes_of(values)) for lane, values in known.lanes.items()
+            self.file.write(self._extent(bucket, lane), bytes_of(values)) for lane, values in known.lanes.items()
         ]
 
     def _take(self, bucket: ShardBucket, optimizer: torch.optim.Optimizer) -> None:
@@ -264,10 +284,6 @@ class DiskStorage(HostStorage):
         if self._open is not None:
             self._open.remove()
             self._open = None
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.view(torch.uint8).numpy().data
 
 
 def _owner(bucket: ShardBucket, place: int, optimizer: torch.optim.Optimizer) -> Any:

@@ -56,6 +56,11 @@ class Unit:
         for bucket in self.buckets:
             bucket.gather()
 
+    def read_ahead(self) -> None:
+        """It will be gathered soon."""
+        for bucket in self.buckets:
+            bucket.read_ahead()
+
     def complete(self) -> None:
         """Waits until it is here."""
         for bucket in self.buckets:
@@ -214,6 +219,7 @@ class UnitGatherer:
         wanted = self._residency.wanted(self._here())
         if wanted is not None:
             self._rounds.post(wanted)
+            self.units[wanted].read_ahead()
 
     def _here(self) -> set[int]:
         return {unit.number for unit in self.units if not unit.is_away}

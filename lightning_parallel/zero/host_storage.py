@@ -2,7 +2,8 @@
 
 The values of parameters stay on the device, sharded or not, and are the truth: a step copies this rank's share of them
 to the host, changes it there and copies it back, so that whatever somebody wrote into a parameter counts. In host
-memory lie the gradients of the shards, the optimizer's states, and float32 copies of values in half precision.
+memory lie the gradients of the shards, the optimizer's states, and float32 copies of values in half precision. Shares
+of stage 3 may lie there as well (`house`): then a step has nothing to copy.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import torch
 from torch import Tensor
 
 from lightning_parallel import comm
-from lightning_parallel.zero.link import HostBuffers, HostLink, Transfer, stand_in
+from lightning_parallel.zero.link import Awaited, HostBuffers, HostLink, Transfer, stand_in
+from lightning_parallel.zero.share_home import DeviceHome, HostHome, ShareHome
 
 if TYPE_CHECKING:
     from lightning_parallel.zero.buckets import ShardBucket
+    from lightning_parallel.zero.unit_bucket import UnitBucket
 
 __all__ = ["HostStorage"]
 
@@ -37,17 +40,24 @@ class HostStorage:
         self.link = HostLink(device)
         self.buffers = HostBuffers(self.link.pins)
         self._gradients: list[Transfer] = []
-        self._staged: dict[ShardBucket, tuple[Tensor, Transfer]] = {}
+        self._staged: dict[ShardBucket, tuple[Tensor, Awaited]] = {}
 
     def adopt(self, buckets: Sequence[tuple[ShardBucket, torch.optim.Optimizer]]) -> None:
         """New buckets, each with the optimizer that steps on it. Collective over the group."""
         for bucket, _ in buckets:
             if bucket.has_master:
                 master = torch.empty(bucket.own_size, dtype=bucket.wide, pin_memory=self.link.pins)
-                bucket.master = master.copy_(bucket.own)
+                bucket.master = master.copy_(bucket.held_share())
                 bucket.attach(master)
             else:
                 self._detach(bucket)
+
+    def house(self, bucket: UnitBucket) -> None:
+        """Lets this rank's share of a unit's parameters lie in host memory. Collective over the group."""
+        bucket.move_to(HostHome(bucket.own, self.link))
+
+    def _home(self, bucket: ShardBucket) -> ShareHome:
+        return bucket.home or DeviceHome(bucket.own, self.link, self.buffers)
 
     @staticmethod
     def _detach(bucket: ShardBucket) -> None:
@@ -69,8 +79,7 @@ class HostStorage:
     # -------------------------------------------------------------- steps
     def fetch(self, bucket: ShardBucket) -> None:
         """Begins to bring in what a step on a bucket needs."""
-        values = self.buffers.take(bucket.own_size, bucket.own.dtype)
-        self._staged[bucket] = values, self.link.down(bucket.own, values)
+        self._staged[bucket] = self._home(bucket).bring()
 
     def arrive(self, bucket: ShardBucket, optimizer: torch.optim.Optimizer) -> None:
         """Waits for it; the shards and their states can be used."""
@@ -92,16 +101,14 @@ class HostStorage:
             values.copy_(bucket.master)
         else:
             self._detach(bucket)
-        transfer = self.link.up(values, bucket.own)
-        transfer.order()
-        self._staged[bucket] = values, transfer
+        self._staged[bucket] = values, self._home(bucket).put(values)
         return bucket.share_values()
 
     def settle(self, bucket: ShardBucket) -> None:
         """Waits until the bucket needs no memory on the host any more but what stays there between steps."""
         values, transfer = self._staged.pop(bucket)
         transfer.wait()
-        self.buffers.give(values)
+        self._home(bucket).settle(values)
 
     # -------------------------------------------------------------- checkpoints and the end
     @contextmanager

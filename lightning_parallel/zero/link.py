@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["HostBuffers", "HostLink", "Transfer", "stand_in"]
+__all__ = ["Awaited", "HostBuffers", "HostLink", "Transfer", "bytes_of", "stand_in"]
+
+
+class Awaited(Protocol):
+    """Something that has begun."""
+
+    def wait(self) -> None:
+        """Lets the host wait until it is done."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,8 @@ class HostBuffers:
         if self._free:  # of another size: buckets of that one are over
             self.nbytes -= self._free.pop(0).numel()
         self.nbytes += size
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned).view(dtype)
+        with torch.inference_mode(False):  # steps of every kind use it again
+            return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned).view(dtype)
 
     def give(self, tensor: Tensor) -> None:
         """Gives back what `take` returned, or a view of all of it."""
@@ -101,4 +109,9 @@ class HostBuffers:
 
 def stand_in(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor on the host without memory of its own, full of what is not a number, for values that are elsewhere."""
-    return torch.full((), float("nan"), dtype=dtype).expand(shape)
+    return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype).expand(shape)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a flat tensor on the host, for a file."""
+    return tensor.view(torch.uint8).numpy().data

@@ -26,10 +26,12 @@ class Offload:
         kind: "cpu": gradients, float32 copies and optimizer states in host memory. "nvme": gradients there, the rest in
             a file.
         path: folder on the disk, for "nvme".
+        parameters: shares of stage 3's parameters lie there, too.
     """
 
     kind: str
     path: str | None = None
+    parameters: bool = False
 
     def __post_init__(self) -> None:
         assert self.kind in KINDS, "the kind was checked where it was given"

@@ -16,6 +16,7 @@ from lightning_parallel.zero.shards import BucketLayout
 
 if TYPE_CHECKING:
     from lightning_parallel.zero.host_storage import HostStorage
+    from lightning_parallel.zero.share_home import DistantHome
 
 __all__ = ["Presence", "UnitBucket"]
 
@@ -53,32 +54,43 @@ class UnitBucket(ShardBucket):
         storage: HostStorage | None = None,
     ) -> None:
         super().__init__(layout, parameters, group, False, is_replicated, storage)
-        steps_on_copy = self.has_master
         self.gather_group = gathers
         self.version = 0
         """Grows with every optimizer step."""
-        self.own = self.own.clone()
-        if not steps_on_copy:
-            self.master = self.own
-            if storage is None:
-                self.attach(self.own)
+        self._device = self.own.device
+        self._keep(self.own.clone())
+        if not self.has_master and storage is None:
+            self.attach(self.own)
         fill = float("nan") if self.own.is_floating_point() else 0
         self._nothing = torch.full((), fill, dtype=self.own.dtype, device=self.own.device)
         self.presence = Presence.AWAY
         self._arriving: Any = None
         self._landing: Tensor | None = None  # must live until values have arrived
+        self._lent: Tensor | None = None  # this rank's share, on the device, too
         self._hide()
+
+    def _keep(self, own: Tensor) -> None:
+        steps_on_copy = self.has_master
+        self.own = own
+        if not steps_on_copy:
+            self.master = own
+
+    def move_to(self, home: DistantHome) -> None:
+        """From now on this rank's share lies away from the device."""
+        self.home = home
+        self._keep(home.values)
 
     # -------------------------------------------------------------- presence
     def gather(self) -> None:
         """Begins to bring all values here; if they are here, takes part for the others. Collective over the group."""
         self._wait()
         with torch.inference_mode(False):
-            self._landing = torch.empty(self.layout.size, dtype=self.own.dtype, device=self.own.device)
+            self._landing = torch.empty(self.layout.size, dtype=self.own.dtype, device=self._device)
+            self._lent = self.own if self.home is None else self.home.lend()
         if self.presence is Presence.AWAY:
             self.values = self._landing
             self.presence = Presence.COMING
-        self._arriving = self._gather(self._landing, self.own, async_op=True)
+        self._arriving = self._gather(self._landing, self._lent, async_op=True)
 
     def complete(self) -> None:
         """Waits for values that are on their way; parameters are whole."""
@@ -93,7 +105,12 @@ class UnitBucket(ShardBucket):
     def _wait(self) -> None:
         if self._arriving is not None:
             self._arriving.wait()
-        self._arriving = self._landing = None
+        self._arriving = self._landing = self._lent = None
+
+    def read_ahead(self) -> None:
+        """A gather is expected soon."""
+        if self.home is not None and self.presence is Presence.AWAY:
+            self.home.read_ahead()
 
     def drop(self) -> None:
         """Frees the values. What was written into the parameters in the meantime stays."""
@@ -105,19 +122,26 @@ class UnitBucket(ShardBucket):
         self._wait()
         if self.presence is not Presence.AWAY:
             self._hide()
+        if self.home is not None:
+            self.home.forget()
 
     def _hide(self) -> None:
         with torch.inference_mode(False):
             for p in self.parameters:
                 p.data = self._nothing.expand(p.shape)
-            self.values = self.own.new_empty(0)
+            self.values = self._nothing.new_empty(0)
         self.presence = Presence.AWAY
 
     @torch.no_grad()
     def take_back(self) -> None:
         """Takes over what was written into this rank's share of the values, if they are here."""
-        if self.presence is Presence.HERE:
-            self.own.copy_(self.values[self._start : self._stop])
+        if self.presence is not Presence.HERE:
+            return
+        part = self.values[self._start : self._stop]
+        if self.home is None:
+            self.own.copy_(part)
+        else:
+            self.home.take_back(part)
 
     # -------------------------------------------------------------- what a bucket of whole parameters does differently
     def share_values(self) -> comm.Work | None:
@@ -126,14 +150,16 @@ class UnitBucket(ShardBucket):
 
     def full_values(self) -> list[Tensor]:
         """All values of every parameter, in memory of their own. Collective over the group."""
-        full = torch.empty(self.layout.size, dtype=self.own.dtype, device=self.own.device)
-        self._gather(full, self.own)
+        full = torch.empty(self.layout.size, dtype=self.own.dtype, device=self._device)
+        self._gather(full, self.own if self.home is None else self.home.lend())
+        if self.home is not None and self.presence is Presence.AWAY:
+            self.home.forget()
         return self._views(full)
 
     @property
     def is_summed(self) -> bool:
         """Whether the host would not have to wait for the sum of gradients that is on its way."""
-        return self._work is None or self.own.device.type == "cuda" or self._work.is_completed()
+        return self._work is None or self._device.type == "cuda" or self._work.is_completed()
 
     def gather_one(self, place: int, share: Tensor) -> Tensor:
         """One parameter, or a copy of it, from every rank's share. Collective over the group."""
@@ -141,14 +167,32 @@ class UnitBucket(ShardBucket):
         ranges = [self.layout.piece(place, rank) or (0, 0) for rank in range(comm.group_size(self.gather_group))]
         sizes = [stop - start for start, stop in ranges]
         if not any(sizes):
-            return share.new_empty(shape)
-        return comm.all_gather_dim(share.reshape(-1), self.gather_group, 0, sizes).view(shape)
+            return torch.empty(shape, dtype=share.dtype, device=self._device)
+        return comm.all_gather_dim(share.reshape(-1).to(self._device), self.gather_group, 0, sizes).view(shape)
+
+    def share_of(self, place: int) -> Tensor:
+        """This rank's part of a parameter's values, empty if there is none: a view, or a copy if it lies in a file."""
+        piece = self.pieces[place]
+        if piece is None:
+            return self.own.new_empty(0)
+        start = self._start_of(place)
+        stop = start + piece[1] - piece[0]
+        return self._shaped(place, self.own[start:stop] if self.home is None else self.home.read(start, stop))
+
+    def put_share(self, place: int, share: Tensor) -> None:
+        """Takes a part of a parameter's values that may be what `share_of` returned, and was written into."""
+        if self.pieces[place] is None:
+            return
+        if self.home is not None:
+            self.home.write(self._start_of(place), share)
+        elif (part := self.share_of(place)).data_ptr() != share.data_ptr():
+            part.copy_(share)
 
     def write(self, place: int, full: Tensor) -> None:
         """Takes this rank's part of a parameter's new values, and all of them if they are here."""
-        part, new = self.own_part(place, self.own), self.cut(place, full)
-        if part is not None and new is not None:
-            part.copy_(new)
+        new = self.cut(place, full)
+        if new is not None:
+            self.put_share(place, new)
         if self.presence is not Presence.AWAY:
             self._wait()
             self._views(self.values)[place].copy_(full)
@@ -160,8 +204,6 @@ class UnitBucket(ShardBucket):
 
     def forget_share(self) -> None:
         """Frees this rank's share; float32 copies stay, for checkpoints of the finished run."""
-        steps_on_copy = self.has_master
-        self.own = self.own.new_empty(0)
-        if not steps_on_copy:
-            self.master = self.own
+        self.home = None
+        self._keep(self.own.new_empty(0))
         self.shards = [None] * len(self.shards)

@@ -85,7 +85,14 @@ class UnitSharder(ZeroSharder):
     ) -> UnitBucket:
         bucket = UnitBucket(layout, members, self.group, self.gatherer.group, is_replicated, storage)
         self.gatherer.units[self._unit_of(members[0])].buckets.append(bucket)
+        if storage is not None:
+            self._house(bucket)
         return bucket
+
+    def _house(self, bucket: UnitBucket) -> None:
+        offload = self.options.offload
+        if self.storage is not None and offload is not None and offload.parameters:
+            self.storage.house(bucket)
 
     def _lay_asleep(self, parameters: list[nn.Parameter]) -> None:
         """Shards frozen parameters, which have no gradient and no float32 copy."""
@@ -93,6 +100,7 @@ class UnitSharder(ZeroSharder):
         for layout in plan_buckets(items, comm.group_size(self.group), WITHOUT_LIMIT):
             members = [parameters[slot.index] for slot in layout.slots]
             bucket = self._make_bucket(layout, members, True, None)
+            self._house(bucket)
             bucket.master = bucket.own
             bucket.shards = [None] * len(members)
             self._asleep |= {id(p): bucket for p in members}
@@ -159,6 +167,8 @@ class UnitSharder(ZeroSharder):
         """The run is over, and what is wanted of its parameters is somewhere else."""
         for bucket in self.unit_buckets:
             bucket.forget_share()
+        if self.storage is not None and not self.trains:
+            self.storage.remove()
 
     # -------------------------------------------------------------- whole parameters
     def full_values(self, take: Callable[[nn.Parameter, Tensor], None]) -> None:
@@ -181,7 +191,12 @@ class UnitSharder(ZeroSharder):
         return next(places)
 
     def share_of(self, parameter: Tensor) -> Tensor:
-        """This rank's part of a parameter's values; empty if it owns nothing of it."""
+        """This rank's part of a parameter's values; empty if it owns nothing of it. See `UnitBucket.share_of`."""
         bucket, place = self.bucket_of(parameter)
-        part = bucket.own_part(place, bucket.own)
-        return bucket.own.new_empty(0) if part is None else part
+        return bucket.share_of(place)
+
+    @torch.no_grad()
+    def put_share(self, parameter: Tensor, share: Tensor) -> None:
+        """Takes what was written into this rank's part."""
+        bucket, place = self.bucket_of(parameter)
+        bucket.put_share(place, share)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_parallel import comm
 from lightning_parallel.zero.gathering import UnitGatherer
 from lightning_parallel.zero.memory import state_bytes
+from lightning_parallel.zero.offload import Offload
 from lightning_parallel.zero.sharder import ShardOptions
 from lightning_parallel.zero.states import load_full_state, whole_state
 from lightning_parallel.zero.unit_bucket import Presence
@@ -124,10 +126,10 @@ def backward(sharder: UnitSharder, loss: Tensor) -> None:
     sharder.deliver()
 
 
-def ugly(rank: int, world_size: int, name: str, prefetch: int) -> Any:
+def ugly(rank: int, world_size: int, name: str, prefetch: int, offload: Offload | None) -> Any:
     net = Ugly()
     optimizer = OPTIMIZERS[name](trained(net))
-    sharder = sharded(net, [optimizer], prefetch)
+    sharder = sharded(net, [optimizer], prefetch, offload=offload)
     for step in range(5):
         thaw(net, optimizer, step)
         optimizer.zero_grad()
@@ -156,10 +158,17 @@ def ugly(rank: int, world_size: int, name: str, prefetch: int) -> Any:
     return weights, state, seen[0], all(hidden), here
 
 
-@pytest.mark.parametrize(("world_size", "name", "prefetch"), [(2, "adamw", 1), (3, "spectral", 2), (4, "adamw", 0)])
-def test_whatever_runs_in_whatever_order(ranks: Ranks, world_size: int, name: str, prefetch: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "name", "prefetch", "kind"),
+    [(2, "adamw", 1, None), (3, "spectral", 2, "cpu"), (4, "adamw", 0, None), (2, "adamw", 1, "nvme")],
+)
+def test_whatever_runs_in_whatever_order(
+    ranks: Ranks, world_size: int, name: str, prefetch: int, kind: str | None, tmp_path: Path
+) -> None:
+    """With all of it on the device, or shares of parameters elsewhere too."""
     expected = plain(name, world_size)
-    for weights, state, value, is_hidden, here in ranks(world_size, ugly, name, prefetch):
+    offload = None if kind is None else Offload(kind, str(tmp_path) if kind == "nvme" else None, parameters=True)
+    for weights, state, value, is_hidden, here in ranks(world_size, ugly, name, prefetch, offload):
         torch.testing.assert_close((weights, state, value), expected, atol=1e-10, rtol=1e-10)
         assert is_hidden, "between steps parameters have their shape and no values"
         assert here <= world_size, "who waits for the others does not collect what they ask for"

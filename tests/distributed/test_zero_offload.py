@@ -23,12 +23,13 @@ from tests.distributed.zero_tools import OPTIMIZERS, plain_state, sharded_backwa
 from tests.harness import Ranks
 
 ELEMENTWISE = [name for name in OPTIMIZERS if name not in ("spectral", "twisted")]
-CELLS = [(stage, kind) for stage in (1, 2, 3) for kind in (None, "cpu", "nvme")]
+CELLS = [(stage, kind, False) for stage in (1, 2, 3) for kind in (None, "cpu", "nvme")]
+CELLS += [(3, "cpu", True), (3, "nvme", True)]
 
 
-def offload(kind: str | None, folder: str) -> dict[str, Any]:
+def offload(kind: str | None, folder: str, parameters: bool = False) -> dict[str, Any]:
     """The option of a sharder."""
-    return {"offload": None if kind is None else Offload(kind, folder if kind == "nvme" else None)}
+    return {"offload": None if kind is None else Offload(kind, folder if kind == "nvme" else None, parameters)}
 
 
 def train_all(rank: int, world_size: int, names: list[str], folder: str) -> Any:
@@ -87,10 +88,10 @@ def accumulate(rank: int, world_size: int, folder: str) -> Any:
     """The mean of 1, 2, 3 and 4, half of them on each rank; a second window on top; the step; zeroing."""
     first, second = (1, 3) if rank == 0 else (2, 4)
 
-    def observe(stage: int, kind: str | None) -> Any:
+    def observe(stage: int, kind: str | None, parameters: bool) -> Any:
         net = Two()
         optimizer = optim.SGD(net.parameters(), lr=1.0)
-        sharded = cell(net, optimizer, stage, offload(kind, folder))
+        sharded = cell(net, optimizer, stage, offload(kind, folder, parameters))
         window(sharded, [lambda: loss(net, first / 4, rarely=rank == 1), lambda: loss(net, second / 4)])
         once = full_gradients(net, sharded)
         window(sharded, [lambda: loss(net, 1.0)])
@@ -105,7 +106,7 @@ def accumulate(rank: int, world_size: int, folder: str) -> Any:
         sharded.close()
         return once, twice, stepped, zeroed, last
 
-    return {(stage, kind): observe(stage, kind) for stage, kind in CELLS}
+    return {place: observe(*place) for place in CELLS}
 
 
 def full_values(net: Two, sharded: ZeroSharder) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ from tests.glue.test_training_optimizers import (
     windows_twice,
 )
 from tests.glue.test_training_parameters import by_sample, frozen, sometimes
-from tests.glue.test_training_precision import overflows
+from tests.glue.test_training_precision import Scaled, overflows
 from tests.glue.training import GPT, fit
 from tests.harness import Ranks
 
@@ -65,7 +65,38 @@ def parameters(site: Site) -> Any:
     return [factors(site), frozen(site), sometimes(site), by_sample(site), finetuned(site)]
 
 
-@pytest.mark.parametrize(("scenario", "stage"), [(by_hand, 1), (by_hand, 2), (parameters, 2), (overflows, 1)])
+class Bursts(Classifier):
+    """A gradient of replica 1 overflows in the second batch, in one element that one replica owns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.head.bias.register_hook(self.burst)
+
+    def burst(self, gradient: torch.Tensor) -> torch.Tensor:
+        here = self.trainer.world_size == 1 or self.trainer.global_rank == 1
+        return gradient.index_fill(0, torch.tensor(3), math.inf) if here and self.trainer.global_step == 1 else gradient
+
+
+class BurstsInAdamW(Bursts):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
+
+
+def bursts(site: Site) -> Any:
+    """Nobody looks at gradients, which are unscaled, clipped and found to be infinite where they are: in shards."""
+    found = []
+    for module, options in ((Bursts(), {}), (BurstsInAdamW(), {"gradient_clip_val": 0.3})):
+        scaled = Scaled()
+        seen = fit(site, module, Samples(40), max_epochs=1, plugins=[scaled], **options)
+        found.append((seen, scaled.scaler.get_scale()))
+    assert all(math.isfinite(batch[0]) for seen, _ in found for batch in seen["batches"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("scenario", "stage"),
+    [(by_hand, 1), (by_hand, 2), (parameters, 2), (overflows, 1), (bursts, 1), (bursts, 2), (bursts, 3)],
+)
 def test_manual_optimization_whole_parameters_freezing_and_scaling(
     ranks: Ranks, scenario: Scenario, stage: int
 ) -> None:
@@ -122,9 +153,14 @@ def test_f27_files_are_plain_and_every_layout_continues_every_other(ranks: Ranks
     assert_same(found, expected, "a plain run goes on")
 
 
-@pytest.mark.parametrize(("kind", "stage"), [("ema", 2), ("ema", 3), ("swa", 3)])
-def test_f32_averages_are_those_of_full_weights(ranks: Ranks, kind: str, stage: int, tmp_path: Path) -> None:
-    assert len(run_both(ranks, (1, 1, 2), tmp_path, averaged, kind, zero_stage=stage)) == 9
+IN_FILES = ZeroConfig(3, "nvme", offload_parameters=True)
+
+
+@pytest.mark.parametrize(("kind", "zero"), [("ema", 2), ("ema", 3), ("swa", 3), ("ema", IN_FILES), ("swa", IN_FILES)])
+def test_f32_averages_are_those_of_full_weights(
+    ranks: Ranks, kind: str, zero: int | ZeroConfig, tmp_path: Path
+) -> None:
+    assert len(run_both(ranks, (1, 1, 2), tmp_path, averaged, kind, zero_stage=zero)) == 9
 
 
 # ------------------------------------------------------------------------------------------------ by name
@@ -182,7 +218,8 @@ def test_names_shard_the_state(ranks: Ranks, stage: int) -> None:
         ({"offload": "disk"}, "offload='disk' is unknown; use None, 'cpu' or 'nvme'"),
         ({"offload": "cpu", "nvme_path": "/scratch"}, "nvme_path='/scratch' goes with offload='nvme'; add"),
         ({"stage": 0, "offload": "cpu"}, "offload='cpu' moves what is sharded, but stage 0 shards nothing"),
-        ({"offload_parameters": True}, "offload_parameters=True is not available: parameters of stage 2 stay"),
+        ({"offload": "cpu", "offload_parameters": True}, "moves shares of parameters, but stage 2 has whole ones on"),
+        ({"stage": 3, "offload_parameters": True}, "offload_parameters=True needs a place; add offload='cpu' or"),
         ({"stage": 3, "blocks": 5}, "blocks=5 names no blocks"),
         ({"stages": 2}, "ZeroStrategy has no option 'stages'; did you mean stage?"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ from lightning_parallel import ZeroConfig, ZeroStrategy
 from tests.glue.checkpointing import TiedGPT, assert_same_file, on_layout, train
 from tests.glue.oracle import Classifier, Layout, Samples, Scenario, Site, assert_same, check
 from tests.glue.test_callbacks import finetuned
+from tests.glue.test_evaluation import everything_predicted, validate_and_test_around_a_fit
 from tests.glue.test_training_optimizers import WithAdamW, WithGroups, adversaries
 from tests.glue.test_training_parameters import frozen, sometimes
 from tests.glue.test_training_precision import overflows
-from tests.glue.test_zero import hooks
+from tests.glue.test_whole_view import everything, replacing
+from tests.glue.test_zero import bursts, hooks
+from tests.glue.test_zero3 import penalized
 from tests.glue.training import fit
 from tests.harness import Ranks
 
@@ -44,23 +48,31 @@ def split(site: Site) -> Any:
     return [fit(site, WithGroups(), accumulate_grad_batches=2), fit(site, WithAdamW(), gradient_clip_val=0.2)]
 
 
+def elsewhere(site: Site) -> Any:
+    """What happens where parameters are seen: in windows, hooks, evaluations, `full_params`, thawing, overflows."""
+    trained = [bursts(site), split(site), finetuned(site), penalized(site), everything(site), replacing(site)]
+    return [*trained, everything_predicted(site), validate_and_test_around_a_fit(site)]
+
+
 @pytest.mark.parametrize(
-    ("scenario", "layout", "stage", "kind"),
+    ("scenario", "layout", "zero"),
     [
-        (steps, (1, 1, 2), 2, "cpu"),
-        (steps, (1, 1, 2), 1, "nvme"),
-        (decisions, (1, 1, 2), 2, "cpu"),
-        (decisions, (1, 1, 2), 2, "nvme"),
-        (hooks, (1, 1, 1), 2, "nvme"),
-        (split, (1, 1, 1), 3, "cpu"),
-        (steps, (1, 1, 2), 3, "cpu"),
-        (split, (1, 1, 2), 3, "nvme"),
-        (split, (1, 2, 2), 1, "nvme"),
+        (steps, (1, 1, 2), ZeroConfig(2, "cpu")),
+        (steps, (1, 1, 2), ZeroConfig(1, "nvme")),
+        (decisions, (1, 1, 2), ZeroConfig(2, "cpu")),
+        (decisions, (1, 1, 2), ZeroConfig(2, "nvme")),
+        (hooks, (1, 1, 1), ZeroConfig(2, "nvme")),
+        (split, (1, 1, 1), ZeroConfig(3, "cpu")),
+        (steps, (1, 1, 2), ZeroConfig(3, "cpu")),
+        (elsewhere, (1, 1, 2), ZeroConfig(3, "cpu", offload_parameters=True)),
+        (elsewhere, (1, 1, 2), ZeroConfig(3, "nvme", offload_parameters=True)),
+        (bursts, (1, 1, 1), ZeroConfig(3, "nvme", offload_parameters=True)),
+        (split, (1, 2, 2), ZeroConfig(1, "nvme")),
     ],
 )
-def test_training(ranks: Ranks, scenario: Scenario, layout: Layout, stage: int, kind: str, tmp_path: Path) -> None:
-    zero = ZeroConfig(stage, kind, str(tmp_path) if kind == "nvme" else None)
-    check(ranks, scenario, layout, plan="auto", zero_stage=zero)
+def test_training(ranks: Ranks, scenario: Scenario, layout: Layout, zero: ZeroConfig, tmp_path: Path) -> None:
+    zero = replace(zero, nvme_path=str(tmp_path) if zero.offload == "nvme" else None)
+    check(ranks, scenario, layout, plan="auto", zero_stage=zero, timeout=110)
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
@@ -82,7 +94,7 @@ def test_f31_files_hold_what_is_in_memory_and_on_disk_and_runs_continue(ranks: R
     kinds = ("window", "middle")
     expected = on_layout(ranks, None, resumed, plain, [plain / f"{kind}.ckpt" for kind in kinds])[0]
     sources = [origin / f"{kind}.ckpt" for origin, kind in zip((plain, own), kinds, strict=True)]
-    zero = ZeroConfig(2, "nvme", str(disk))
+    zero = ZeroConfig(3, "nvme", str(disk), offload_parameters=True)
     for found in on_layout(ranks, (1, 1, 2), resumed, own, sources, zero_stage=zero):
         assert_same(found, expected, "nvme")
     for file in own.glob("*.ckpt"):
