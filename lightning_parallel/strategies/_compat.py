@@ -38,6 +38,7 @@ __all__ = [
     "note_sigterm",
     "result_owner",
     "run_without_logging",
+    "running_metrics",
     "running_sums",
     "set_checkpoint_io",
     "set_module_device",
@@ -78,22 +79,32 @@ def logged_to(trainer: Trainer, recorder: Any) -> Iterator[Any]:
         owner._results = collection
 
 
-def running_sums(collection: Any, fx: str, also_on_step: bool) -> dict[str, tuple[str, float, float]]:
-    """Every tensor that the hook `fx` logged this epoch for the current dataloader.
+def running_sums(
+    collection: Any, fx: str, dataloader_idx: int | None, also_on_step: bool
+) -> dict[str, tuple[str, float, float]]:
+    """Every tensor that the hook `fx` logged this epoch for a dataloader, which is None if there is only one.
 
     Returns:
         key -> (reduction, running value, samples so far).
     """
     return {
         key: (item.meta.reduce_fx.__name__, float(item.value), float(getattr(item, "cumulated_batch_size", 0)))
-        for key, item in collection.items()
-        if item.is_tensor
-        and item.meta.on_epoch
-        and not item.has_reset
-        and item.meta.dataloader_idx == collection.dataloader_idx
-        and item.meta.fx.partition(".")[0] == fx
-        and (also_on_step or not item.meta.on_step)
+        for key, item in _epoch_items(collection, fx, dataloader_idx)
+        if item.is_tensor and (also_on_step or not item.meta.on_step)
     }
+
+
+def running_metrics(collection: Any, fx: str, dataloader_idx: int | None) -> set[str]:
+    """Names under which the hook `fx` logged torchmetrics objects this epoch, which are computed at its end."""
+    return {item.meta.name for _, item in _epoch_items(collection, fx, dataloader_idx) if not item.is_tensor}
+
+
+def _epoch_items(collection: Any, fx: str, dataloader_idx: int | None) -> Iterator[tuple[str, Any]]:
+    for key, item in collection.items():
+        meta = item.meta
+        runs = meta.on_epoch and not item.has_reset
+        if runs and meta.dataloader_idx == dataloader_idx and meta.fx.partition(".")[0] == fx:
+            yield key, item
 
 
 def set_running_sums(collection: Any, sums: dict[str, tuple[float, float]]) -> None:

@@ -5,19 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops import _EvaluationLoop, _FitLoop
+from lightning.pytorch.loops import _EvaluationLoop, _FitLoop, _PredictionLoop, _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_parallel.strategies._compat import result_owner
+from lightning_parallel.strategies.replica_data import Batch, Logged, ReplicaData
+from lightning_parallel.strategies.samples import divides_evenly
 
 __all__ = [
-    "agree_to_stop",
+    "agree_in_loops",
     "before_transfer",
-    "ends_dataloader",
     "evaluation_position",
     "has_training_data",
     "skips_backward",
+    "stage_limit",
 ]
 
 
@@ -29,6 +31,13 @@ def before_transfer(trainer: Trainer, batch: Any) -> Any:
 def has_training_data(trainer: Trainer) -> bool:
     """Whether the run will train at all."""
     return trainer.limit_train_batches != 0
+
+
+def stage_limit(trainer: Trainer) -> tuple[str, float]:
+    """Name of the running stage in the trainer's options, and its limit of batches."""
+    stage = trainer.state.stage
+    prefix = "train" if stage is None or stage.dataloader_prefix is None else stage.dataloader_prefix
+    return prefix, getattr(trainer, f"limit_{prefix}_batches")
 
 
 def skips_backward(trainer: Trainer) -> bool:
@@ -62,44 +71,36 @@ def evaluation_position(trainer: Trainer, name: str, args: tuple[Any, ...]) -> t
     return batch_idx, loader_idx, loaders[loader_idx] if loader_idx < len(loaders) else None
 
 
-def ends_dataloader(trainer: Trainer, batch_idx: int, dataloader_idx: int) -> bool:
-    """Whether an evaluation step is the last of its dataloader.
-
-    Raises:
-        ValueError: that cannot be told of every dataloader, because one without a length comes before another.
-    """
-    lengths = trainer.num_test_batches if trainer.testing else trainer.num_val_batches
-    endless = next((index for index, length in enumerate(lengths[:-1]) if length == float("inf")), None)
-    if endless is not None:
-        raise ValueError(
-            f"evaluation dataloader {endless} of {len(lengths)} has no length, so that the replicas cannot tell when "
-            "to add up what they logged for it. Give its dataset a __len__, put it last, or set limit_val_batches "
-            "(limit_test_batches) to a number such as 100"
-        )
-    owner = result_owner(trainer)
-    return batch_idx + 1 >= _limits(owner)[dataloader_idx] or bool(owner.batch_progress.is_last_batch)
-
-
 def _limits(owner: Any) -> list[Any]:
     limits = owner.max_batches
     return limits if isinstance(limits, list) else [limits] * owner.num_dataloaders
 
 
-# ------------------------------------------------------------------------------------------------ should_stop
-def agree_to_stop(trainer: Trainer, replicas: int = 1) -> None:
-    """Makes `trainer.should_stop` the same on every rank wherever the loops are about to look at it.
+# ------------------------------------------------------------------------------------------------ decisions
+def agree_in_loops(trainer: Trainer, data: ReplicaData | None = None) -> None:
+    """Makes decisions of the loops the same on every rank.
 
-    Any rank may set it, in any hook. It is voted on after the hooks of every training batch, after validation, and
-    around epochs, so that all ranks leave the loop where a single process would. Several replicas also tell each other
-    before each training batch whether it is their last one: a replica that has more would wait for the others forever.
+    Any rank may set `trainer.should_stop`, in any hook. It is voted on after the hooks of every training batch, after
+    validation, and around epochs, so that all ranks leave the loop where a single process would. Validation after some
+    time begins when the first clock says so.
+
+    Args:
+        trainer: whose loops are told.
+        data: looks after replicas whose data may have different numbers of batches; None if there is one replica.
     """
     fit = trainer.fit_loop
-    owners: list[Any] = [trainer._logger_connector, fit, fit.epoch_loop.val_loop]
-    for owner, voting in zip(owners, (_VotingConnector, _VotingFitLoop, _VotingValidation), strict=True):
-        if type(owner) is voting.__base__:
-            owner.__class__ = voting
-    if replicas > 1:
-        trainer._logger_connector.__class__ = _ReplicaConnector
+    epoch = fit.epoch_loop
+    owners: list[Any] = [trainer._logger_connector, fit, epoch, epoch.val_loop]
+    kinds: list[type] = [_VotingConnector, _VotingFitLoop, _VotingEpochLoop, _VotingValidation]
+    if data is not None:
+        owners += [trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
+        kinds = [_ReplicaConnector, _VotingFitLoop, _ReplicaEpochLoop, _ReplicaValidation]
+        kinds += [_ReplicaEvaluation, _ReplicaEvaluation, _ReplicaPrediction]
+    plain = (_LoggerConnector, _FitLoop, _TrainingEpochLoop, _EvaluationLoop, _PredictionLoop)
+    for owner, kind in zip(owners, kinds, strict=True):
+        if type(owner) in plain:
+            owner.__class__ = kind
+        owner.replica_data = data
 
 
 def _vote(trainer: Trainer) -> None:
@@ -114,18 +115,13 @@ class _VotingConnector(_LoggerConnector):
         super().on_batch_end()
 
 
-class _ReplicaConnector(_VotingConnector):
-    def on_batch_start(self, *args: Any, **kwargs: Any) -> Any:
-        # Before the batch: what is the last one decides about gradients that accumulate.
-        if self.trainer.training:
-            ends, strategy = self.trainer.is_last_batch, self.trainer.strategy
-            if strategy.reduce_boolean_decision(ends, all=False) and not strategy.reduce_boolean_decision(ends):
-                number = self.trainer.fit_loop.batch_idx + 1
-                raise ValueError(
-                    f"the training data of some replicas ends with batch {number} of this epoch and that of others "
-                    f"goes on; give every replica the same number of batches, for example limit_train_batches={number}"
-                )
-        return super().on_batch_start(*args, **kwargs)
+class _VotingEpochLoop(_TrainingEpochLoop):
+    def _should_check_val_fx(self, data_fetcher: Any) -> bool:
+        decision = super()._should_check_val_fx(data_fetcher)
+        trainer: Any = self.trainer
+        if trainer._val_check_time_interval is not None:  # a matter of each rank's own clock
+            decision = trainer.strategy.reduce_boolean_decision(decision, all=False)
+        return decision
 
 
 class _VotingValidation(_EvaluationLoop):
@@ -151,3 +147,84 @@ class _VotingFitLoop(_FitLoop):
     def on_advance_end(self) -> None:
         super().on_advance_end()
         _vote(self.trainer)
+
+
+# ------------------------------------------------------------------------------------------------ batches of replicas
+class _ReplicaConnector(_VotingConnector):
+    replica_data: ReplicaData
+
+    def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
+        # Before the batch: what is the last one decides about gradients that accumulate.
+        trainer = self.trainer
+        if trainer.training:
+            state = Batch.LAST if trainer.is_last_batch else Batch.MORE_FOLLOW
+            state = Batch.NOTHING if batch is None else state
+            self.replica_data.agree_on_batch(state, trainer.fit_loop.batch_idx + 1)
+        super().on_batch_start(batch, dataloader_idx)
+
+
+class _ReplicaEpochLoop(_VotingEpochLoop):
+    replica_data: ReplicaData
+
+    def advance(self, data_fetcher: Any) -> None:
+        number = self.batch_progress.current.ready
+        try:
+            super().advance(data_fetcher)
+        except StopIteration:
+            if self.batch_progress.current.ready == number:  # others may have a batch, and ask about this one
+                self.replica_data.agree_on_batch(Batch.ABSENT, number + 1)
+            raise
+
+
+def _has_batch(fetcher: Any) -> bool:
+    return bool(getattr(fetcher, "batches", ())) or not fetcher.done
+
+
+class _ReplicaEvaluation(_EvaluationLoop):
+    replica_data: ReplicaData
+    taken: list[int]
+    added_up: int
+
+    def on_run_start(self) -> None:
+        self.taken, self.added_up = [0] * (self.num_dataloaders if self._is_sequential else 1), 0
+        self.replica_data.agree_to_start("test" if self.trainer.testing else "val", _has_batch(self._data_fetcher))
+        super().on_run_start()
+
+    def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, *args: Any) -> None:
+        index = dataloader_idx if self._is_sequential else 0
+        self._add_up(index)
+        self.taken[index] += 1
+        super()._evaluation_step(batch, batch_idx, dataloader_idx, *args)
+
+    def _store_dataloader_outputs(self) -> None:
+        results: Any = self.trainer._results
+        self._add_up(1 + (results.dataloader_idx or 0))
+        super()._store_dataloader_outputs()
+
+    def on_run_end(self) -> Any:
+        self._add_up(len(self.taken))
+        return super().on_run_end()
+
+    def _add_up(self, stop: int) -> None:
+        """Up to a dataloader, in order and each of them once: replicas may have skipped one that is empty there."""
+        strategy: Any = self.trainer.strategy
+        loaders: Any = self._combined_loader
+        for index in range(self.added_up, stop):
+            self.added_up = index + 1
+            place = index if self._is_sequential and self.num_dataloaders > 1 else None
+            evenly = divides_evenly(loaders.flattened[index], strategy.layout.data)
+            fx = "test_step" if self.trainer.testing else "validation_step"
+            logged = Logged(self.trainer._results, fx, place, strategy.sync_logs)
+            self.replica_data.add_up(index, self.taken[index], evenly, logged)
+
+
+class _ReplicaValidation(_ReplicaEvaluation, _VotingValidation):
+    pass
+
+
+class _ReplicaPrediction(_PredictionLoop):
+    replica_data: ReplicaData
+
+    def on_run_start(self) -> None:
+        self.replica_data.agree_to_start("predict", _has_batch(self._data_fetcher))
+        super().on_run_start()

@@ -24,13 +24,14 @@ from lightning_parallel.checkpoint.optimizer_states import (
 from lightning_parallel.layout import ParallelLayout
 from lightning_parallel.mesh import Mesh, build_mesh
 from lightning_parallel.strategies import _compat, metric_states
-from lightning_parallel.strategies._compat_loops import agree_to_stop
+from lightning_parallel.strategies._compat_loops import agree_in_loops, stage_limit
 from lightning_parallel.strategies.config import SizeOrAuto, check_flag
 from lightning_parallel.strategies.even_split import even_or_planned
 from lightning_parallel.strategies.failures import FailureWatch
 from lightning_parallel.strategies.partition import Partition, materialize
 from lightning_parallel.strategies.predictions import PredictionGatherer
 from lightning_parallel.strategies.refusals import note_surroundings, refuse_data, refuse_objects, refuse_options
+from lightning_parallel.strategies.replica_data import ReplicaData
 from lightning_parallel.strategies.samples import SampleCounter
 from lightning_parallel.strategies.sharding import ReplicaSharding
 from lightning_parallel.strategies.sight import Sight
@@ -153,7 +154,8 @@ class PartitionedStrategy(DDPStrategy):
             self._seed = comm.broadcast_object(torch.initial_seed() % 2**62, 0, self._mesh.world)
         self._start_watch()
         _compat.remember_loaders(self._trainer())
-        agree_to_stop(self._trainer(), self.layout.data)
+        self._replica_data = ReplicaData(self.mesh, self._sight)
+        agree_in_loops(self._trainer(), self._replica_data if self.layout.data > 1 else None)
         self._training_samples = SampleCounter(self.layout.data, self.mesh.data_rank)
         self._evaluation_samples = SampleCounter(self.layout.data, self.mesh.data_rank)
 
@@ -187,6 +189,7 @@ class PartitionedStrategy(DDPStrategy):
         """Keeps the order that a plain run would have: nothing is shuffled but what the user's loader shuffles."""
         trainer = self._trainer()
         original = _compat.take_original_loader(trainer, dataloader)
+        self._replica_data.refuse_missing(dataloader, *stage_limit(trainer))
         if not isinstance(dataloader, DataLoader):
             return dataloader
         sampler = dataloader.sampler

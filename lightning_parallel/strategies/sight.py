@@ -85,9 +85,14 @@ class Sight:
             return self._units.step(what, lockstep)
         return nullcontext() if self._guard is None else self._guard.watching(what)
 
-    def meet(self) -> None:
-        """Before a collective that hooks may ask for, or that ends a loop."""
+    def meet(self, apart: bool = False) -> None:
+        """Before a collective that hooks may ask for, or that ends a loop.
+
+        Args:
+            apart: ranks took steps of their own, of which this one may have had none.
+        """
         if self._units is not None:
+            self._units.gatherer.is_free |= apart
             self._units.gatherer.settle()
         if self._view is not None:
             self._view.meet()

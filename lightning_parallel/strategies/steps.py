@@ -22,7 +22,7 @@ from lightning_parallel.pipeline.schedules import build_schedule, forward_only_s
 from lightning_parallel.pipeline.share import TreeBroadcast
 from lightning_parallel.random_streams import StepRandom
 from lightning_parallel.strategies import _compat
-from lightning_parallel.strategies._compat_loops import ends_dataloader, skips_backward
+from lightning_parallel.strategies._compat_loops import skips_backward
 from lightning_parallel.strategies.logs import LogCall, LogRecorder, combine_calls
 from lightning_parallel.strategies.precision import loss_scale
 from lightning_parallel.strategies.step_state import StepState
@@ -99,7 +99,6 @@ class StepRunner:
         self.hooks: list[Any] = []
         self.accumulating = False
         self.manual_share: torch.Tensor | None = None
-        self.settle: Callable[[], None] = _nothing  # before ranks that took steps of their own do something together
         self._combine = ReplicaCombiner(mesh)
         self._share = TreeBroadcast(mesh)
         self._state = StepState(module, mesh)
@@ -266,10 +265,7 @@ class StepRunner:
             output, calls = self._merge(outputs, parts, weights, walk.recorder)
             calls = self._step_values(calls, torch.stack(weights).sum(), counts, lockstep)
             merged = (output, _pack(calls), walk.recorder.resets, self._state.changes(before))
-        output = self._distribute(collection, merged, walk.recorder, before)
-        if collection is not None and self._synced:
-            self._sync_epoch(collection, where, lockstep)
-        return output
+        return self._distribute(collection, merged, walk.recorder, before)
 
     def _evaluation_rule(self, parts: Sequence[Any]) -> str | Callable[[Any], Any]:
         return self.options.loss_weight if len(parts) > 1 else "samples"
@@ -290,27 +286,6 @@ class StepRunner:
             replace(next(following), counted=counts_shown) if call.options["on_step"] else replace(call, counted=counts)
             for call in calls
         ]
-
-    def _sync_epoch(self, collection: Any, where: tuple[Any, ...], lockstep: bool) -> None:
-        """After a dataloader's last batch: adds up over replicas what was logged per epoch.
-
-        Once per epoch and by name, so that replicas may have different numbers of batches and different keys.
-        """
-        fx, batch_idx, dataloader_idx = where
-        if not ends_dataloader(self.trainer, batch_idx, dataloader_idx):
-            return
-        self.settle()
-        mine = _compat.running_sums(collection, fx, also_on_step=not lockstep)
-        sums: dict[str, tuple[float, float]] = {}
-        for part in comm.gather_objects(mine, self.mesh.data_control):
-            for key, (reduction, value, samples) in part.items():
-                if key not in sums:
-                    sums[key] = (value, samples)
-                    continue
-                old, count = sums[key]
-                joined = {"max": max, "min": min}.get(reduction, lambda a, b: a + b)(old, value)
-                sums[key] = (joined, count + samples)
-        _compat.set_running_sums(collection, sums)
 
     def predict(self, call: Callable[[Any], Any], batch: Any, where: tuple[Any, ...]) -> Any:
         """One prediction step; every rank of a replica returns its result."""
@@ -376,10 +351,6 @@ def _with_loss(output: Any, loss: torch.Tensor | None) -> Any:
     if loss is None:
         return output
     return {**output, "loss": loss} if isinstance(output, dict) else loss
-
-
-def _nothing() -> None:
-    pass
 
 
 @lru_cache(maxsize=64)

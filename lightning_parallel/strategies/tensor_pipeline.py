@@ -156,8 +156,8 @@ class TensorPipelineStrategy(PartitionedStrategy):
         """A batch as `training_step` will see it."""
         with self._random_state_kept():
             batch = _compat.example_training_batch(trainer)
-            batch = self.precision_plugin.convert_input(batch)
-            batch = before_transfer(trainer, batch)
+            self._replica_data.agree_to_start("train", batch is not None)
+            batch = before_transfer(trainer, self.precision_plugin.convert_input(batch))
             batch = self.batch_to_device(batch)
         if _compat.is_resuming(trainer):
             _compat.forget_training_data(trainer)
@@ -242,7 +242,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
             sync_logs=self.sync_logs,
         )
         runner = StepRunner(trainer, module, mesh, PipelineRuntime(mesh, partition.cut), options)
-        runner.random, runner.settle = random, self._sight.meet
+        runner.random = random
         local = partition.local_parameters
         sharding = self._sharding if partition is self._trained else None
         if sharding is not None:

@@ -36,6 +36,7 @@ from lightning_parallel.mesh import Mesh
 from lightning_parallel.strategies import _compat, _compat_loops, metric_states, precision
 from lightning_parallel.strategies.checkpoint_file import WholeFileIO
 from lightning_parallel.strategies.logs import LogCall, LogRecorder
+from lightning_parallel.strategies.replica_data import Batch, Logged, ReplicaData
 from lightning_parallel.strategies.span import ModelSpan
 
 STRATEGIES = Path(_compat.__file__).parent
@@ -52,6 +53,11 @@ NAMES: dict[str, str] = {
     "trainer.fit_loop._combined_loader._mode": "_compat.py",
     "trainer.fit_loop._data_fetcher": "_compat.py",
     "trainer.fit_loop._skip_backward": "_compat_loops.py",
+    "trainer._val_check_time_interval": "_compat_loops.py",
+    "trainer.fit_loop.epoch_loop._should_check_val_fx": "_compat_loops.py",
+    "trainer.fit_loop.epoch_loop.val_loop._is_sequential": "_compat_loops.py",
+    "trainer.fit_loop.epoch_loop.val_loop._evaluation_step": "_compat_loops.py",
+    "trainer.fit_loop.epoch_loop.val_loop._store_dataloader_outputs": "_compat_loops.py",
     "trainer._logger_connector._current_fx": "_compat.py",
     "trainer._checkpoint_connector._loaded_checkpoint": "_compat.py",
     "trainer._signal_connector.received_sigterm": "_compat.py",
@@ -250,19 +256,24 @@ def test_recorded_calls_can_be_replayed() -> None:
 
 def test_running_sums() -> None:
     seen: list[dict[str, Any]] = []
+    metrics: list[set[str]] = []
 
     def probe(hook: str, batch: Any) -> None:
         if hook == "validation_step":
             collection: Any = trainer.fit_loop.epoch_loop.val_loop._results
-            seen.append(_compat.running_sums(collection, "validation_step", also_on_step=False))
+            seen.append(_compat.running_sums(collection, "validation_step", None, also_on_step=False))
+            model.metric.update(1.0)
+            model.log("metric", model.metric)
+            metrics.append(_compat.running_metrics(collection, "validation_step", None))
             if len(seen) == 2:
                 _compat.set_running_sums(collection, {"validation_step.val_loss": (60.0, 6.0), "unknown": (1.0, 1.0)})
 
-    trainer = make_trainer()
-    trainer.fit(Model(probe), loader(), loader(3))
+    trainer, model = make_trainer(), Model(probe)
+    trainer.fit(model, loader(), loader(3))
     key = "validation_step.val_loss"
     expected = [{key: ("mean", 0.5 * 2, 2.0)}, {key: ("mean", 0.5 * 2 + 2.0, 3.0)}]
     assert seen == expected, f"{VERSIONS}: the running sums of logged values are kept in another way"
+    assert metrics == [{"metric"}] * 2, VERSIONS
     assert float(trainer.callback_metrics["val_loss"]) == 10.0
 
 
@@ -525,10 +536,10 @@ def test_where_an_evaluation_stands() -> None:
             args = (batch, batch_idx, dataloader_idx)
             *position, source = _compat_loops.evaluation_position(self.trainer, "test_step", args)
             assert source is loaders[dataloader_idx]
-            found.append((*position, _compat_loops.ends_dataloader(self.trainer, batch_idx, dataloader_idx)))
+            found.append(tuple(position))
 
     make_trainer().test(Where(), loaders)
-    assert found == [(0, 0, False), (1, 0, True), (0, 1, False), (1, 1, False), (2, 1, True)], VERSIONS
+    assert found == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 1)], VERSIONS
 
 
 def test_where_a_step_without_index_stands() -> None:
@@ -536,26 +547,70 @@ def test_where_a_step_without_index_stands() -> None:
 
     class Short(Model):
         def validation_step(self, batch: Any) -> None:  # type: ignore[override]
-            position = _compat_loops.evaluation_position(self.trainer, "validation_step", (batch,))
-            found.append((*position[:2], _compat_loops.ends_dataloader(self.trainer, *position[:2])))
+            found.append(_compat_loops.evaluation_position(self.trainer, "validation_step", (batch,))[:2])
 
         def predict_step(self, batch: Any) -> Any:  # type: ignore[override]
             found.append(_compat_loops.evaluation_position(self.trainer, "predict_step", (batch,))[:2])
 
     make_trainer().validate(Short(), loader(5))
     make_trainer().predict(Short(), loader(3))
-    assert found == [(0, 0, False), (1, 0, False), (2, 0, True), (0, 0), (1, 0)], VERSIONS
+    assert found == [(0, 0), (1, 0), (2, 0), (0, 0), (1, 0)], VERSIONS
 
 
-def test_the_end_of_a_stream_is_known_with_its_last_batch() -> None:
-    found: list[Any] = []
+class Replicas(ReplicaData):
+    """Notes what the loops tell about the data of this replica."""
 
-    class Note(Model):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            found.append(_compat_loops.ends_dataloader(self.trainer, batch_idx, 0))
+    def __init__(self) -> None:
+        self.told: list[Any] = []
 
-    make_trainer().validate(Note(), DataLoader(Stream(), 2))
-    assert found == [False, False, True], VERSIONS
+    def agree_on_batch(self, state: Batch, number: int) -> None:
+        self.told.append((state.name, number))
+
+    def agree_to_start(self, stage: str, has_batch: bool) -> None:
+        self.told.append((stage, has_batch))
+
+    def add_up(self, dataloader: int, taken: int, lockstep: bool, logged: Logged) -> None:
+        self.told.append((logged.fx, dataloader, taken, sorted(logged.sums(True))))
+
+
+class Follow(Callback):
+    """Has the loops tell about their data, as they do where there are replicas."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        strategy: Any = trainer.strategy
+        strategy.layout, strategy.sync_logs = ParallelLayout(data=2), True
+        self.data = Replicas()
+        _compat_loops.agree_in_loops(trainer, self.data)
+
+
+class Nothing(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+def test_what_the_loops_tell_about_the_data_of_a_replica() -> None:
+    follow = Follow()
+    streams = [DataLoader(data, 2) for data in (Stream(), Nothing())]
+
+    class Loaders(Model):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            super().validation_step(batch, batch_idx)
+
+        def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("size", float(len(batch)))
+
+    make_trainer(callbacks=[follow]).fit(Loaders(), streams[0], [streams[1], streams[0]])
+    batches = [("MORE_FOLLOW", 1), ("MORE_FOLLOW", 2), ("LAST", 3)]
+    key = "validation_step.val_loss.1"
+    validation = [("val", True), ("validation_step", 0, 0, []), ("validation_step", 1, 3, [key])]
+    assert follow.data.told == [*batches, *validation], VERSIONS
+    make_trainer(callbacks=[follow]).fit(Model(), streams[1])
+    assert follow.data.told == [("ABSENT", 1)], VERSIONS
+    make_trainer(callbacks=[follow]).test(Loaders(), [streams[0], streams[1]])
+    told = [("test", True), ("test_step", 0, 3, ["test_step.size.0"]), ("test_step", 1, 0, [])]
+    assert follow.data.told == told, VERSIONS
+    make_trainer(callbacks=[follow]).predict(Model(), streams[1])
+    assert follow.data.told == [("predict", False)], VERSIONS
 
 
 def test_the_transfer_hook_is_found() -> None:
@@ -587,7 +642,7 @@ class Vote(Callback):
 
         trainer.strategy.reduce_boolean_decision = vote  # type: ignore[method-assign]
         for _ in range(2):  # twice is once
-            _compat_loops.agree_to_stop(trainer)
+            _compat_loops.agree_in_loops(trainer)
 
 
 @pytest.mark.parametrize("limit", [1, 3, 5, 7])
