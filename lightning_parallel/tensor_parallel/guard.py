@@ -1,14 +1,14 @@
 """Mechanism: notices when a step takes this rank's part of a parameter or of an activation for the whole.
 
-`weight.square().sum()` in a training step, `F.linear(h, embedding.weight)`, or a penalty on the hidden activations that
-a feed-forward layer has stored, mean the whole, but find a part: the result would be wrong without an error. The first
-step of each kind is watched: what column layers return, and all that is computed from it, counts as a part until a row
-layer sums it over the ranks.
+`weight.square().sum()` in a training step, `F.linear(h, embedding.weight)`, or a penalty on hidden activations that a
+feed-forward layer has stored, mean the whole, but find a part: the result would be wrong without an error. Some steps
+of each kind are watched: what column layers return, and all that is computed from it, counts as a part until a row
+layer sums it over the ranks. The user's forward hooks inside of split modules may not use parts either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_parallel.tensor_parallel.rules import TensorPlan
 from lightning_parallel.tensor_parallel.styles import COLUMN_STYLES
+from lightning_parallel.tensor_parallel.user_hooks import UserHooks
 
 __all__ = ["SplitParameterError", "SplitParameterGuard"]
 
@@ -56,35 +57,60 @@ class SplitParameterGuard:
         self.names = dict(names)
         self.ranks = ranks
         self._modules = _knowing_modules(module, plan)
+        self._hooks = UserHooks(module, plan)
         self._columns = _columns(module, plan)
         self._whole = {id(module.get_submodule(r.name)) for r in plan.rules} - self._columns.keys()
         self._depth = 0
         self._parts: WeakTensorKeyDictionary | None = None  # activations of which a rank has a part -> where from
-        self._watched: set[str] = set()
+        self._runs: dict[str, tuple[int, int]] = {}  # step -> how often it has run, hooks when it was last watched
+        self._hook = ""  # the module whose hook is running
         compiled = any(getattr(m, "_compiled_call_impl", None) is not None for m in module.modules())
         self._can_watch = bool(self.names) and not compiled and not hasattr(module, "_orig_mod")
 
     @contextmanager
     def watching(self, what: str) -> Iterator[None]:
-        """Watches what runs inside if `what` (the name of a step) runs for the first time.
+        """Watches what runs inside if it is the turn of `what` (the name of a step).
+
+        The first, second, fourth, eighth, ... run is watched, as a step may begin to do something later on, and the one
+        after hooks were added or removed.
 
         Raises:
-            SplitParameterError: it uses a split parameter outside of its layer.
+            SplitParameterError: it uses a split parameter outside of its layer, or an activation that is a part.
         """
-        if not self._can_watch or what in self._watched:
+        count, hooks = self._runs.get(what, (0, -1))
+        now = self._hooks.count() if self._can_watch else hooks
+        self._runs[what] = (count + 1, now)
+        if not self._can_watch or (now == hooks and (count + 1) & count):
             yield
             return
-        self._watched.add(what)
         self._parts = WeakTensorKeyDictionary()
-        handles = [h for module in self._modules for h in _counting(module, self._enter, self._leave)]
         depth, self._depth = self._depth, 0
+        with self._hooks.called_by(self._call_hook):
+            handles = [h for module in self._modules for h in _counting(module, self._enter, self._leave)]
+            try:
+                with _Watch(self, what):
+                    yield
+            finally:
+                self._depth, self._parts, self._hook = depth, None, ""
+                for handle in handles:
+                    handle.remove()
+
+    def _call_hook(self, name: str, parts: Mapping[str, Sequence[Tensor]], run: Callable[[], Any]) -> Any:
+        """Runs a hook of the user's, which is no part of the module that it hangs on."""
+        following = self._parts
+        if following is None:
+            return run()
+        new = [(t, layer) for layer, tensors in parts.items() for t in tensors if t not in following]
+        for tensor, layer in new:
+            following[tensor] = layer
+        outer = self._depth, self._hook
+        self._depth, self._hook = 0, name
         try:
-            with _Watch(self, what):
-                yield
+            return run()
         finally:
-            self._depth, self._parts = depth, None
-            for handle in handles:
-                handle.remove()
+            self._depth, self._hook = outer
+            for tensor, _ in new:
+                following.pop(tensor, None)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -125,18 +151,22 @@ class SplitParameterGuard:
     def activation_refusal(self, layer: str, name: str, what: str) -> SplitParameterError:
         """The error for one use of an activation."""
         where = "as a number" if name in _READS else f"outside of the module that holds it (in {name})"
+        instead = "hook the module that holds the layer, " if self._hook else ""
         return SplitParameterError(
-            f"{what} uses a value computed from the output of {layer} {where}, but each of {self.ranks} tensor ranks "
-            f"has only a part of it; keep the layer and its partner whole with the style 'replicate', or use "
-            f"tensor_parallel_size=1"
+            f"{self._user_of(what)} uses a value computed from the output of {layer} {where}, but each of {self.ranks} "
+            f"tensor ranks has only a part of it; {instead}keep the layer and its partner whole with the style "
+            f"'replicate', or use tensor_parallel_size=1"
         )
+
+    def _user_of(self, what: str) -> str:
+        return f"a forward hook on {self._hook}" if self._hook else what
 
     def refusal(self, parameter: str, function: Callable[..., Any], what: str) -> SplitParameterError:
         """The error for one use of a parameter."""
         layer = parameter.rpartition(".")[0]
         return SplitParameterError(
-            f"{what} uses {parameter} outside of {layer or 'its module'} (in {_name_of(function)}), but each of "
-            f"{self.ranks} tensor ranks holds only a part of it there; call the layer, keep it whole with plan="
+            f"{self._user_of(what)} uses {parameter} outside of {layer or 'its module'} (in {_name_of(function)}), but "
+            f"each of {self.ranks} tensor ranks holds only a part of it there; call the layer, keep it whole with plan="
             f"{{..., {layer!r}: 'replicate'}}, or use tensor_parallel_size=1"
         )
 
@@ -201,10 +231,10 @@ def _columns(module: nn.Module, plan: TensorPlan) -> dict[int, str]:
 
 
 def _counting(module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> list[Any]:
-    """Hooks around a module's forward; the second runs also if it raises."""
+    """Hooks around a module's forward and inside of the user's; the second runs also if it raises."""
     return [
         module.register_forward_pre_hook(enter, prepend=True),
-        module.register_forward_hook(leave, always_call=True),
+        module.register_forward_hook(leave, always_call=True, prepend=True),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
 
-from tests.glue.oracle import Classifier, Samples, Site, check, observe, set_by_formula, weights
+from tests.glue.oracle import Classifier, Samples, Site, assert_same, check, observe, reference, set_by_formula, weights
 from tests.harness import Ranks, RanksFailed
 
 
@@ -117,6 +118,112 @@ def refused(site: Site) -> None:
 def test_a_part_is_not_taken_for_the_whole(ranks: Ranks, kind: Any, text: str) -> None:
     with pytest.raises(RanksFailed, match=text):
         ranks(2, observe, refused, (2, 1, 1), {"kind": kind}, launch="lightning")
+
+
+class Late(Classifier):
+    """Penalizes split weights from the sixth batch on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        late = self.trainer.fit_loop.total_batch_idx > 4
+        return self.loss(batch) + (self.net.blocks[0].fc.weight.square().mean() if late else 0)
+
+
+class Hooked(Classifier):
+    """Registers a hook of the given kind on a module, in the given epoch."""
+
+    def __init__(self, name: str, before: bool = False, epoch: int = 0) -> None:
+        super().__init__()
+        self.name, self.before, self.epoch = name, before, epoch
+        self.seen: list[Any] = []
+        for block in self.net.blocks:
+            block.act = nn.Tanh()
+            block.forward = types.MethodType(_with_module, block)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == self.epoch:
+            module = self.get_submodule(self.name)
+            if self.before:
+                module.register_forward_pre_hook(lambda module, args: self.look(args[0]))
+            else:
+                module.register_forward_hook(lambda module, args, out: self.look(out))
+
+    def look(self, x: torch.Tensor) -> None:
+        assert x.dtype == torch.float32
+        assert x.requires_grad
+        self.seen.append(float(x.detach().square().mean()))
+
+
+def _with_module(block: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + block.out(block.act(block.fc(x)))
+
+
+class AtRoot(Classifier):
+    """The pair hangs on the module itself, and a hook was there before the split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Identity()
+        self.fc, self.out = nn.Linear(8, 16), nn.Linear(16, 4)
+        set_by_formula(self)
+        self.fc.register_forward_hook(lambda module, args, out: out * 2)
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(self.out(torch.tanh(self.fc(batch["x"]))), batch["y"])
+
+
+PLANS: dict[str, Any] = {
+    "at root": {"plan": {"fc": "colwise", "out": "rowwise"}},
+}
+
+
+def hooked(site: Site) -> Any:
+    """Refused uses one after the other, then those that see what one process does."""
+    here = Site(site.layout, site.rank, {"micro_batches": 1})
+    refused: dict[str, Any] = {
+        "column": Hooked("net.blocks.0.fc"),
+        "between": Hooked("net.blocks.1.act"),
+        "row": Hooked("net.blocks.0.out", before=True),
+        "later": Hooked("net.blocks.2.fc", epoch=2),
+        "late": Late(),
+        "at root": AtRoot(),
+    }
+    texts = {}
+    for kind, module in refused.items():
+        run = Site(site.layout, site.rank, {"micro_batches": 1, **PLANS.get(kind, {})})
+        trainer = run.trainer(max_epochs=5)
+        with pytest.raises(ValueError, match="tensor ranks") as error:
+            trainer.fit(module, run.loader(Samples(12), 4))
+        texts[kind] = (str(error.value).partition(", but")[0], trainer.fit_loop.total_batch_idx)
+    return texts, whole_hooks(here)
+
+
+def whole_hooks(site: Site) -> Any:
+    found = []
+    for name, before in (("net.blocks.0.fc", True), ("net.blocks.0.out", False), ("net.blocks.1", False)):
+        module = Hooked(name, before, epoch=1)
+        site.trainer().fit(module, site.loader(Samples(12), 4))
+        found.append(module.seen)
+    return found
+
+
+def test_forward_hooks_do_not_take_parts_for_the_whole(ranks: Ranks) -> None:
+    expected = reference(whole_hooks)
+    assert [len(seen) for seen in expected] == [3] * 3
+    places = {"column": ("0.fc", "0.fc"), "between": ("1.act", "1.fc"), "row": ("0.out", "0.fc")}
+    for texts, seen in ranks(2, observe, hooked, (2, 1, 1), {}, launch="lightning"):
+        for kind, (hook, layer) in places.items():
+            text = (
+                f"a forward hook on net.blocks.{hook} uses a value computed from the output of net.blocks.{layer} "
+                "outside of the module that holds it (in detach)"
+            )
+            assert texts[kind] == (text, 0)
+        assert texts["later"][1] == 6
+        assert texts["late"][0].startswith("training_step uses net.blocks.0.fc.weight outside of net.blocks.0.fc")
+        assert texts["late"][1] == 7  # of runs 1, 2, 4 and 8, which are watched
+        assert texts["at root"][0].startswith(
+            "a forward hook on fc uses a value computed from the output of fc outside"
+        )
+        assert_same(seen, expected, "what hooks see of whole activations")
 
 
 class Allowed(Classifier):
