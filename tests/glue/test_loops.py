@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Timer
 
 from tests.glue.oracle import LAYOUTS, Classifier, Layout, Samples, Site, check, weights
 from tests.harness import Ranks
@@ -194,3 +195,51 @@ def stop_on_one_rank(site: Site) -> Any:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_single_rank_can_end_the_run(ranks: Ranks, layout: Layout) -> None:
     check(ranks, stop_on_one_rank, layout)
+
+
+class Clocks(Callback):
+    """Lets the time of a run, or the time until the next validation, be over on one rank; notes where it validates."""
+
+    def __init__(self, stops_at: int | None = None, validates_at: int | None = None) -> None:
+        self.stops_at, self.validates_at = stops_at, validates_at
+        self.validated: list[int] = []
+
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
+        limit = self.stops_at
+        for timer in (c for c in trainer.callbacks if isinstance(c, Timer)):  # type: ignore[attr-defined]
+            over = lambda *_: 1e9 if limit is not None and trainer.global_step >= limit else 0.0  # noqa: E731
+            timer.time_elapsed = over  # type: ignore[method-assign]
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == self.validates_at:
+            trainer._last_val_time = -1e9  # type: ignore[attr-defined]
+
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.validated.append(trainer.global_step)
+
+
+def clocks(site: Site) -> Any:
+    """Rank 0 has the clock of `max_time`; whose validation is due first makes all validate."""
+    last = 0 if site.layout is None else site.layout[0] * site.layout[1] * site.layout[2] - 1
+    runs: list[tuple[Clocks, dict[str, Any]]] = [
+        (Clocks(stops_at=3 if site.rank == 0 else 99), {"max_time": timedelta(hours=1)}),
+        (Clocks(stops_at=2 if site.rank == last > 0 else 5), {"max_time": timedelta(hours=1)}),
+        (
+            Clocks(validates_at=3 if site.rank == last else None),
+            {"val_check_interval": timedelta(hours=1), "check_val_every_n_epoch": None},
+        ),
+    ]
+    found = []
+    for clock, options in runs:
+        trainer = site.trainer(callbacks=[clock], num_sanity_val_steps=0, **options)
+        module = Classifier()
+        trainer.fit(module, site.loader(Samples(16), 4), site.loader(Samples(8, first=100), 4))
+        found.append((trainer.global_step, trainer.current_epoch, clock.validated, weights(module)))
+    assert [run[0] for run in found] == [3, 5, 8]
+    assert found[2][2] == [3]
+    return found
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 2)], ids=str)
+def test_clocks_that_disagree_make_no_difference(ranks: Ranks, layout: Layout) -> None:
+    check(ranks, clocks, layout)
