@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_parallel.layout import divisors
 from lightning_parallel.planner.advice import advice
@@ -18,8 +18,7 @@ from lightning_parallel.planner.search import Plan, Rejected, SearchResult, rank
 __all__ = ["Choice", "Choices", "choose"]
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """A split that fits, with the job that it makes of the loader's batches."""
 
     job: TrainingJob

@@ -21,7 +21,9 @@ CONTENTION = 0.25
 # Part of a block's attention that the ring of a context group runs beside.
 CONTEXT_OVERLAP = 0.7
 # Part of the sends between stages that a stage waits for in the steady state, where a schedule has other work to do
-# meanwhile. Under 1F1B it waits for all of them: p micro-batches go round through 2 (p - 1) sends.
+# meanwhile. Under 1F1B it waits for all of them: p micro-batches go round through 2 (p - 1) sends. Interleaved chunks
+# could hide them, and bubble rates are computed as if they did, but runtimes wait for each: throughputs in table 4 of Qi
+# et al. 2024 fall 6% short of the bubble rates in table 5, and v times as many sends take 5 to 9%.
 SEND_EXPOSED = 0.07
 # Selective recomputation beside fused attention repeats every other matrix product in torch, none in Megatron.
 SELECTIVE_PRODUCTS = {"fused": 0.0, "plain": 0.6}
@@ -94,7 +96,7 @@ def step_time(job: TrainingJob, split: Candidate) -> StepTime:
 def _block_compute(job: TrainingJob, split: Candidate, block: Kernels) -> float:
     selective = block.selective
     if job.attention == "flash":
-        selective = SELECTIVE_PRODUCTS[job.kernels] * block.forward.gemm + block.forward.memory
+        selective = SELECTIVE_PRODUCTS[job.kernels] * block.forward.gemm + block.forward.memory + block.forward.start
     repeated = {"none": 0.0, "selective": selective, "full": block.forward.total}[split.recompute]
     return block.forward.total + block.backward.total + repeated
 
@@ -136,13 +138,14 @@ def _bubble(split: Candidate, others: float) -> float:
 def _send_seconds(job: TrainingJob, split: Candidate, micro_batches: int) -> float:
     if split.pipeline == 1:
         return 0.0
-    return 2 * hop_seconds(job, split) * (split.pipeline - 1 + _exposed_sends(split, micro_batches))
+    waits = _exposed_sends(split, micro_batches, ("1f1b", "interleaved"))
+    return 2 * hop_seconds(job, split) * (split.pipeline - 1 + waits)
 
 
 def hop_seconds(job: TrainingJob, split: Candidate) -> float:
     """Seconds of a send from one stage to the next, the mean of those inside a node and those across."""
-    # Each tensor rank sends its part (Megatron's scatter and gather, DeepSpeed's partitioned pipes).
-    size = split.micro_batch_tokens(job) * job.shape.hidden * 2.0 / split.tensor
+    shared = split.sequence_parallel or job.scatters_sends
+    size = split.micro_batch_tokens(job) * job.shape.hidden * job.residual_bytes / (split.tensor if shared else 1)
     hops = split.pipeline - 1
     stride = split.tensor * split.data * split.context
     nodes = -(-split.pipeline * stride // job.cluster.link_domain)
@@ -150,15 +153,20 @@ def hop_seconds(job: TrainingJob, split: Candidate) -> float:
     return send_seconds(job.cluster, size, across=crossing)
 
 
-def _exposed_sends(split: Candidate, micro_batches: int) -> float:
-    """Sends, each way, that the slowest rank waits for beyond the first and last micro-batch."""
-    if split.schedule == "1f1b" and split.virtual_stages == 1:
-        return micro_batches * (split.pipeline - 1) / split.pipeline
-    return SEND_EXPOSED * micro_batches * split.virtual_stages
+def _exposed_sends(split: Candidate, micro_batches: int, waiting: tuple[str, ...]) -> float:
+    """Sends, each way, that the slowest rank waits for beyond the first and last micro-batch.
+
+    Args:
+        split: its stages and their schedule.
+        micro_batches: in one step.
+        waiting: schedules that wait for every send of the steady state.
+    """
+    sends = micro_batches * split.virtual_stages
+    return sends * (split.pipeline - 1) / split.pipeline if split.schedule in waiting else SEND_EXPOSED * sends
 
 
 def idle_share(split: Candidate, micro_batches: int, send: float = 0.0) -> float:
-    """Part of a step that equal stages spend waiting for each other: what papers call the bubble rate.
+    """Part of a step that equal stages spend waiting for each other: what papers compute as the bubble rate.
 
     Args:
         split: its stages and their schedule.
@@ -169,7 +177,8 @@ def idle_share(split: Candidate, micro_batches: int, send: float = 0.0) -> float
     '0.273'
     """
     passes = _bubble(split, split.pipeline - 1.0)
-    passes += 2 * send * (split.pipeline - 1 + _exposed_sends(split, micro_batches)) if split.pipeline > 1 else 0.0
+    if split.pipeline > 1:
+        passes += 2 * send * (split.pipeline - 1 + _exposed_sends(split, micro_batches, ("1f1b",)))
     return passes / (micro_batches + passes)
 
 

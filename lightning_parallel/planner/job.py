@@ -28,7 +28,7 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOADS = ("none", "cpu", "nvme")
 ATTENTIONS = ("flash", "eager")
 KERNELS = ("plain", "fused")
-STATES = ("mixed", "fp32-gradients", "both-gradients", "autocast", "true")
+STATES = ("mixed", "flat-gradients", "fp32-gradients", "both-gradients", "autocast", "true")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zb-h2", "zb-v")
 # Bytes of optimizer state per parameter in 32 bit.
 OPTIMIZERS = {"adam": 8, "adamw": 8, "adam-8bit": 2, "sgd": 0, "sgd-momentum": 4, "lion": 4}
@@ -48,11 +48,16 @@ class TrainingJob:
         kernels: "plain" for modules of torch, "fused" for hand-written layers such as those of Megatron and NeMo, which
             read and write the activations less often.
         states: with 16 bit or less, "mixed" keeps 16-bit weights and gradients beside 32-bit master weights (the ZeRO
-            paper), "fp32-gradients" sums gradients in 32 bit (Megatron; ZeRO here with Lightning's "bf16-true"),
-            "both-gradients" keeps the 16-bit ones beside that sum (DeepSpeed's optimizer for bf16), "autocast" keeps
-            everything in 32 bit and casts for products (Lightning's "bf16-mixed"), "true" has no master weights.
+            paper), "flat-gradients" lays the shard's gradients end to end for each step, in 16 and then in 32 bit
+            (DeepSpeed, whose own estimator counts 16 bytes over the ranks instead of 12), "fp32-gradients" sums
+            gradients in 32 bit (Megatron; ZeRO here with Lightning's "bf16-true"), "both-gradients" keeps the 16-bit
+            ones beside that sum (DeepSpeed's optimizer for bf16), "autocast" keeps everything in 32 bit and casts for
+            products (Lightning's "bf16-mixed"), "true" has no master weights.
         dropout: whether a plain (not gated) block drops parts of the residual stream, so that it keeps two masks.
         trainable: the part of the parameters that is trained (below 1 for adapters such as LoRA).
+        scatters_sends: whether each tensor rank sends its part of what passes between stages, and the next stage
+            gathers it (Megatron's scatter and gather, DeepSpeed's partitioned pipes). The strategies here send the
+            whole from every tensor rank, except with sequence parallelism, where each has a part only.
 
     Raises:
         ValueError: an unknown name, or a number out of range.
@@ -68,6 +73,7 @@ class TrainingJob:
     states: str = "mixed"
     trainable: float = 1.0
     dropout: bool = True
+    scatters_sends: bool = False
 
     def __post_init__(self) -> None:
         known = {"precision": PRECISIONS, "optimizer": tuple(OPTIMIZERS), "attention": ATTENTIONS, "states": STATES}
@@ -112,6 +118,11 @@ class TrainingJob:
     def master_bytes(self) -> float:
         """Bytes of the 32-bit copy of a weight that the optimizer updates."""
         return 4.0 if self.narrow and self.states not in ("true", "autocast") else 0.0
+
+    @property
+    def step_bytes(self) -> float:
+        """Bytes per parameter that an optimizer step makes anew: too large for what activations leave behind."""
+        return 6.0 if self.narrow and self.states == "flat-gradients" else 0.0
 
     @property
     def optimizer_bytes(self) -> float:

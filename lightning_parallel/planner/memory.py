@@ -117,7 +117,7 @@ def _stage(job: TrainingJob, split: Candidate, held: float, activations: float, 
         kept["gradients"] = float(split.zero_stage < 2)
         kept["weights"] = float(split.zero_stage < 3)
     gradients = trained * job.gradient_bytes / _ranks(split, 2)
-    working = passing_bytes(job, split)
+    working = passing_bytes(job, split) + trained * job.step_bytes / _ranks(split, 1)
     logits = logit_bytes(job, split) if last else 0.0
     gathered = 0.0
     if split.zero_stage == 3 and split.pipeline > 1:

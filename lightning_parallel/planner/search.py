@@ -150,8 +150,8 @@ def _layouts(job: TrainingJob, fixed: Mapping[str, Any]) -> Iterator[Candidate]:
 def _zero_stages(replicas: int, model_ranks: int, offload: str) -> tuple[int, ...]:
     """ZeRO stages worth a look: none without replicas, and stage 3 only where a strategy runs it."""
     if offload != "none":
-        # Offload is planned for data parallelism alone; one GPU shards over itself.
-        return (2, 3) if model_ranks == 1 else ()
+        # A single replica shards over itself.
+        return (2, 3) if model_ranks == 1 else (2,)
     if replicas == 1:
         return (0,)
     return (0, 1, 2, 3) if model_ranks == 1 else (0, 1, 2)

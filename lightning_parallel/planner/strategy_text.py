@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_parallel.pipeline.schedules import SCHEDULE_NAMES
@@ -12,6 +13,7 @@ __all__ = ["alternatives", "precision_flag", "recompute_note", "strategy_of", "t
 
 _OURS = "lightning_parallel.strategies.TensorPipelineStrategy"
 _ZERO = "lightning_parallel.strategies.ZeroStrategy"
+_ZERO_CONFIG = "lightning_parallel.strategies.ZeroConfig"
 _DDP = "lightning.pytorch.strategies.DDPStrategy"
 _FSDP = "lightning.pytorch.strategies.FSDPStrategy"
 _DEEPSPEED = "lightning.pytorch.strategies.DeepSpeedStrategy"
@@ -25,8 +27,6 @@ def unrunnable(split: Candidate) -> str:
         return "no strategy here splits sequences over a context group"
     if model_ranks > 1 and split.zero_stage == 3:
         return "no strategy here shards weights beside tensor or pipeline parallelism"
-    if model_ranks > 1 and split.offload != "none":
-        return "offload is planned without tensor or pipeline parallelism only"
     if split.pipeline > 1 and split.schedule not in SCHEDULE_NAMES:
         return f"no strategy here runs the schedule {split.schedule}"
     return ""
@@ -46,7 +46,10 @@ def strategy_of(job: TrainingJob, split: Candidate) -> dict[str, Any]:
             arguments["schedule"] = split.schedule
         if split.tensor > 1 and split.sequence_parallel:
             arguments["sequence_parallel"] = True
-        if split.zero_stage:
+        if split.offload != "none":
+            options = {"stage": split.zero_stage, "offload": split.offload}
+            arguments["zero_stage"] = {"class_path": _ZERO_CONFIG, "init_args": options}
+        elif split.zero_stage:
             arguments["zero_stage"] = split.zero_stage
         return {"class_path": _OURS, "init_args": arguments}
     if split.offload != "none" and split.zero_stage == 3:
@@ -123,9 +126,19 @@ def trainer_line(job: TrainingJob, split: Candidate) -> str:
 
 
 def _line(job: TrainingJob, split: Candidate, class_path: str, arguments: dict[str, Any]) -> str:
-    inner = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    options = ", ".join(f"{name}={value!r}" for name, value in _trainer_arguments(job, split).items())
+    inner = _keywords(arguments)
+    options = _keywords(_trainer_arguments(job, split))
     return f"Trainer(strategy={class_path.rpartition('.')[2]}({inner}), {options})"
+
+
+def _keywords(arguments: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={_python(value)}" for name, value in arguments.items())
+
+
+def _python(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{value['class_path'].rpartition('.')[2]}({_keywords(value['init_args'])})"
+    return repr(value)
 
 
 def yaml_text(job: TrainingJob, split: Candidate) -> str:

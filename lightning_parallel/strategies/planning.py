@@ -77,7 +77,7 @@ def zero_cases(
 
 def why_not(split: Candidate) -> str:
     """Why a strategy here does not run a split; empty if one does."""
-    if split.zero_stage and split.data == 1:
+    if split.zero_stage and split.data == 1 and split.offload == "none":
         return "there is one replica only, nothing to shard over"
     try:
         ZeroConfig(split.zero_stage)

@@ -119,9 +119,9 @@ def _run(row: Row) -> Run:
     )
     sums_in_32_bit = fused or "nanotron" in row["source"]
     states = "fp32-gradients" if sums_in_32_bit else "mixed"
-    if row["source"] == "BigScience-176B" and row["precision"] == "bf16":
-        # DeepSpeed's optimizer for bf16 keeps the 16-bit gradients beside their 32-bit sum.
-        states = "both-gradients"
+    if "DeepSpeed" in row["runtime"]:
+        # DeepSpeed's optimizers: that for bf16 keeps the 16-bit gradients beside their 32-bit sum.
+        states = "both-gradients" if row["precision"] == "bf16" else "flat-gradients"
     job = TrainingJob(
         _shape(row),
         cluster,
@@ -130,6 +130,7 @@ def _run(row: Row) -> Run:
         attention=row["attention"],
         kernels="fused" if fused else "plain",
         states=states,
+        scatters_sends=True,
     )
     # Printed memory is in GiB, also where it says GB: nvidia-smi and torch both count in powers of two.
     seconds, memory = (float(row[name]) if row[name] else None for name in ("seconds", "memory"))

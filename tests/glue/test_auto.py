@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+from jsonargparse import ArgumentParser
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from lightning_parallel import AutoStrategy, TensorPipelineStrategy
+from lightning_parallel import AutoStrategy, TensorPipelineStrategy, ZeroConfig
 from lightning_parallel.callbacks import MicroBatchSizer
 from lightning_parallel.planner.hardware import GIB, Cluster, cpu_process, find_gpu, recognise
+from lightning_parallel.planner.job import TrainingJob
 from lightning_parallel.planner.model_shape import ModelShape
-from lightning_parallel.planner.search import USABLE_MEMORY
+from lightning_parallel.planner.search import USABLE_MEMORY, search
+from lightning_parallel.planner.strategy_text import strategy_of, trainer_line, yaml_text
 from tests.glue.oracle import QUIET, Site, assert_same
 from tests.glue.training import GPT, Tokens, weights
 from tests.harness import Ranks
@@ -123,6 +127,26 @@ def test_a_plan_needs_no_trainer_and_keeps_what_is_given() -> None:
         AutoStrategy.plan(torch.nn.Identity(), cluster, 2)
     with pytest.raises(ValueError, match="precision='64-true' is not planned"):
         AutoStrategy.plan(torch.nn.Identity(), cluster, 2, "64-true", shape)
+
+
+def test_states_on_the_host_beside_tensor_ranks_are_proposed_and_run_as_written() -> None:
+    shape = ModelShape.llama(80, 8192, 64, 28672, kv_heads=8, vocab=32000)
+    job = TrainingJob(shape, Cluster(find_gpu("a100-80gb")), 8)
+    plans = {plan.split.layout.tensor: plan for plan in search(job).plans}
+    assert {plan.split.offload for plan in plans.values()} == {"cpu"}
+    split = plans[8].split
+    assert plans[8].host["offload"] > 12 * shape.parameters
+    strategy = strategy_of(job, split)
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--strategy", type=Strategy)
+    parsed = parser.parse_object({"strategy": yaml.safe_load(yaml_text(job, split))["trainer"]["strategy"]}).strategy
+    assert parsed.class_path == strategy["class_path"]
+    names = {"TensorPipelineStrategy": TensorPipelineStrategy, "ZeroConfig": ZeroConfig}
+    made = eval(trainer_line(job, split), {**names, "Trainer": lambda strategy, **rest: strategy})
+    assert made.zero_config == ZeroConfig(stage=2, offload="cpu")
+    for name in ("stage", "offload"):
+        assert parsed.init_args.zero_stage.init_args[name] == getattr(made.zero_config, name)
+    assert parsed.init_args.tensor_parallel_size == made.tensor_config.size == 8
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import pytest
 
 from lightning_parallel.pipeline.schedules import build_schedule
 from lightning_parallel.pipeline.simulate import simulate
-from lightning_parallel.planner.cost import step_time
+from lightning_parallel.planner.cost import hop_seconds, idle_share, step_time
 from lightning_parallel.planner.hardware import Cluster, find_gpu
 from lightning_parallel.planner.job import Candidate, TrainingJob
-from lightning_parallel.planner.kernels import gemm_seconds
-from lightning_parallel.planner.links import Group, all_gather_seconds, all_reduce_seconds
+from lightning_parallel.planner.kernels import START_SECONDS, block_kernels, gemm_seconds
+from lightning_parallel.planner.links import Group, all_gather_seconds, all_reduce_seconds, send_seconds
 from lightning_parallel.planner.model_shape import ModelShape
 
 GPT = ModelShape.gpt(48, 8192, 64, vocab=51200)
@@ -96,3 +96,31 @@ def test_zero_3_is_slow_when_little_is_computed_per_gathered_weight() -> None:
 def test_full_recomputation_costs_about_a_forward() -> None:
     ratio = step_time(JOB, replace(BASE, recompute="full")).compute / step_time(JOB, BASE).compute
     assert ratio == pytest.approx(4 / 3, abs=0.03)
+
+
+def test_what_passes_between_stages_is_whole_unless_it_is_shared() -> None:
+    """Every tensor rank here sends the whole residual stream; with sequence parallelism, and in Megatron, its part."""
+    job = TrainingJob(GPT, CLUSTER, 64, states="autocast")
+    split = Candidate(tensor=8, pipeline=4, data=2)
+    size = 2048 * GPT.hidden * 4.0  # under autocast the stream is 32 bit wide
+    whole = hop_seconds(job, split)
+    assert whole == pytest.approx(send_seconds(CLUSTER, size, across=1.0))
+    shared = send_seconds(CLUSTER, size / 8, across=1.0)
+    assert hop_seconds(job, replace(split, sequence_parallel=True)) == pytest.approx(shared)
+    assert hop_seconds(replace(job, scatters_sends=True), split) == pytest.approx(shared)
+
+
+def test_interleaved_chunks_wait_for_each_of_their_sends_but_their_bubble_rate_does_not_count_them() -> None:
+    job = TrainingJob(GPT, CLUSTER, 64)
+    split = Candidate(tensor=8, pipeline=4, data=2, schedule="interleaved", virtual_stages=2)
+    sends = step_time(job, split).pipeline / (2 * hop_seconds(job, split))
+    assert sends == pytest.approx(3 + 32 * 2 * 3 / 4)
+    assert idle_share(split, 32, 0.01) < idle_share(replace(split, schedule="1f1b", virtual_stages=1), 32, 0.01)
+
+
+def test_small_micro_batches_of_plain_modules_cost_more_per_token() -> None:
+    job = TrainingJob(GPT, CLUSTER, 64)
+    for kernels, part in (("plain", 1.0), ("fused", 0.0)):
+        block = block_kernels(replace(job, kernels=kernels), Candidate(tensor=8))
+        assert block.forward.start == part * START_SECONDS["plain"]
+        assert block.backward.start == 2 * block.forward.start
