@@ -22,8 +22,8 @@ CONTENTION = 0.25
 CONTEXT_OVERLAP = 0.7
 # Part of the sends between stages that a stage waits for in the steady state, where a schedule has other work to do
 # meanwhile. Under 1F1B it waits for all of them: p micro-batches go round through 2 (p - 1) sends. Interleaved chunks
-# could hide them, and bubble rates are computed as if they did, but runtimes wait for each: throughputs in table 4 of Qi
-# et al. 2024 fall 6% short of the bubble rates in table 5, and v times as many sends take 5 to 9%.
+# could hide them, and bubble rates are computed as if they did, but runtimes wait for each: throughputs in table 4 of
+# Qi et al. 2024 fall 6% short of the bubble rates in table 5, and v times as many sends take 5 to 9%.
 SEND_EXPOSED = 0.07
 # Selective recomputation beside fused attention repeats every other matrix product in torch, none in Megatron.
 SELECTIVE_PRODUCTS = {"fused": 0.0, "plain": 0.6}
