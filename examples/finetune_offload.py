@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,16 +32,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from train_gpt import GPT
 
-from lightning_parallel import ZeroStrategy
+from lightning_parallel import ZeroConfig, ZeroStrategy
 
 MEGABYTE = 10**6
 BYTES_PER_PARAMETER = 16
-STRATEGIES: dict[str, tuple[int, str | None]] = {
-    "zero2": (2, None),
-    "zero2_offload": (2, "cpu"),
-    "zero3": (3, None),
-    "zero3_offload": (3, "cpu"),
-    "zero3_nvme": (3, "nvme"),
+STRATEGIES: dict[str, ZeroConfig] = {
+    "zero2": ZeroConfig(2),
+    "zero2_offload": ZeroConfig(2, "cpu"),
+    "zero3": ZeroConfig(3),
+    "zero3_offload": ZeroConfig(3, "cpu"),
+    "zero3_nvme": ZeroConfig(3, "nvme", offload_parameters=True),
 }
 
 
@@ -56,7 +57,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--limit", type=float, default=180, help="megabytes that each process may use")
     parser.add_argument("--devices", type=int, default=4, help="processes, or GPUs")
     parser.add_argument("--checkpoint", help="start from weights that examples/train_gpt.py left")
-    parser.add_argument("--nvme-path", default=None, help="folder for optimizer states; the current one by default")
+    parser.add_argument("--nvme-path", default=None, help="folder for files; the current one by default")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--context", type=int, default=32)
@@ -139,10 +140,12 @@ def train(options: argparse.Namespace) -> None:
         model = GPT.load_from_checkpoint(options.checkpoint, map_location="cpu")
     else:
         model = GPT(layers=options.layers, width=options.width, context=options.context, lr=1e-3)
-    stage, offload = STRATEGIES[options.run]
+    zero = STRATEGIES[options.run]
+    if zero.offload == "nvme":
+        zero = replace(zero, nvme_path=options.nvme_path)
     figures = Figures(options.limit if options.limited else None)
     trainer = Trainer(
-        strategy=ZeroStrategy(stage, offload, options.nvme_path if offload == "nvme" else None, restore_weights=False),
+        strategy=ZeroStrategy(zero, restore_weights=False),
         devices=options.devices,
         max_steps=options.steps,
         callbacks=[figures],

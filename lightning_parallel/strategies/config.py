@@ -14,6 +14,7 @@ SizeOrAuto = int | Literal["auto"]
 LossWeight = Literal["samples", "valid_labels"] | Callable[[Any], Any]
 SCHEDULES = ("1f1b", "gpipe")
 NON_FINITE = ("ignore", "raise", "skip")
+GRADIENT_DTYPES = ("float32", "parameter")
 ZERO_STAGES = {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "FULL_SHARD": 3}
 
 
@@ -130,6 +131,8 @@ class ZeroConfig:
         nvme_path: folder for these files, on a local disk; the trainer's `default_root_dir` if None.
         offload_parameters: of stage 3: shares of parameters lie where `offload` puts the optimizer's states, too.
         prefetch: blocks whose parameters stage 3 gathers ahead of their use; each takes the memory of a block.
+        gradient_dtype: of half-precision parameters: "float32" keeps and sums gradients in it over micro-batches and
+            ranks; "parameter" keeps them as they come, in half the memory, for runs that accumulate little.
     """
 
     stage: int = 0
@@ -137,6 +140,7 @@ class ZeroConfig:
     nvme_path: str | None = None
     offload_parameters: bool = False
     prefetch: int = 1
+    gradient_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or self.stage not in (0, 1, 2, 3):
@@ -147,6 +151,8 @@ class ZeroConfig:
         check_flag("offload_parameters", self.offload_parameters)
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
             raise ValueError(f"prefetch={self.prefetch!r} is not a number of blocks; use 0 or more")
+        if self.gradient_dtype not in GRADIENT_DTYPES:
+            raise ValueError(f"gradient_dtype={self.gradient_dtype!r} is unknown; use 'float32' or 'parameter'")
         if self.offload_parameters and self.stage != 3:
             raise ValueError(
                 f"offload_parameters=True moves shares of parameters, but stage {self.stage} has whole ones on every "
@@ -160,6 +166,14 @@ class ZeroConfig:
             raise ValueError(f"nvme_path={self.nvme_path!r} goes with offload='nvme'; add that, or leave it out")
         if self.offload is not None and self.stage == 0:
             raise ValueError(f"offload={self.offload!r} moves what is sharded, but stage 0 shards nothing; use stage=2")
+
+    def shards_anything(self, replicas: int) -> bool:
+        """Whether so many replicas share something, or move it away from the device."""
+        return self.stage > 0 and (replicas > 1 or self.offload is not None)
+
+    def shards_parameters(self, replicas: int) -> bool:
+        """Whether that includes parameters."""
+        return self.stage == 3 and self.shards_anything(replicas)
 
     def refuse_layout(self, tensor: int, pipeline: int) -> None:
         """Raises ValueError if ranks of this layout cannot share parameters in this way."""

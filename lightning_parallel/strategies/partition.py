@@ -111,10 +111,9 @@ def synchronize_start(module: nn.Module, mesh: Mesh, leaves_meta: bool = False) 
     Args:
         module: the plain module.
         mesh: groups of this rank.
-        leaves_meta: leave what is on the meta device there, if there are replicas that will share it. Otherwise it is
-            drawn first.
+        leaves_meta: leave what is on the meta device there, because it will be sharded. Otherwise it is drawn first.
     """
-    if not leaves_meta or mesh.data is None:
+    if not leaves_meta:
         materialize(module, torch.device("cpu"))
     if mesh.layout.world_size == 1:
         return
@@ -236,7 +235,7 @@ def make_partition(
     pipeline: PipelineConfig,
     step: Callable[[nn.Module, Any], Any],
     batch: Callable[[], Any],
-    shared: Mapping[int, Any],
+    parameters_stay: bool = False,
 ) -> Partition:
     """Plans and applies the cut and the tensor-parallel plan. Collective over the world; needs the same model on all.
 
@@ -247,7 +246,7 @@ def make_partition(
         pipeline: options of the pipeline.
         step: runs one step of a copy of the module on a micro-batch.
         batch: returns a micro-batch to plan with; only called if there is more than one stage.
-        shared: objects that copies of the module refer to instead of copying.
+        parameters_stay: do not move them to the device, which will have shares of them.
 
     Raises:
         ValueError: the model cannot be cut or split like this; names and numbers are in the message.
@@ -265,7 +264,7 @@ def make_partition(
         )
         if stages == 1:
             return tensor_plan, None
-        trace = observe_step(module, blocks, step, batch(), shared)
+        trace = observe_step(module, blocks, step, batch(), {})
         return tensor_plan, plan_pipeline(module, blocks, trace, stages)
 
     tensor_plan, cut_plan = agree(mesh.world, plan)
@@ -274,6 +273,7 @@ def make_partition(
     add_stage_groups(mesh, tuple(sorted({tag.stages for tag in tags.values() if tag.shared})))
     shards = ModelShards(module, tags, keys, mesh, cut_plan, all_gather_full, shard_tensor)
     undo, cut = _apply(module, shards, tensor_plan, cut_plan)
+    _move(module, mesh.device, parameters_stay)
     if cut is not None:
         names |= {id(stand_in): names[original] for original, stand_in in cut.stand_ins.items()}
     return Partition(module, mesh, tags, shards, tensor_plan, cut_plan, cut, undo, names, originals)
@@ -282,7 +282,7 @@ def make_partition(
 def _apply(
     module: LightningModule, shards: ModelShards, tensor_plan: TensorPlan, cut_plan: CutPlan | None
 ) -> tuple[Any, StageCut | None]:
-    """Converts the module in place: tensor-parallel layers and shards, the cut, the device."""
+    """Converts the module in place: tensor-parallel layers and shards, the cut."""
     mesh = shards.mesh
 
     def is_local(name: str) -> bool:
@@ -298,9 +298,18 @@ def _apply(
     if cut_plan is not None:
         cut = StageCut(module, cut_plan, mesh.stage, mesh.device)
         cut.apply()
-    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(mesh.device))
-    _compat.set_module_device(module, mesh.device)
     return undo, cut
+
+
+def _move(module: LightningModule, device: torch.device, parameters_stay: bool) -> None:
+    """Moves what this rank keeps of a module to its device."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        stays = tensor.is_meta or (parameters_stay and isinstance(tensor, nn.Parameter))
+        return tensor if stays else tensor.to(device)
+
+    module._apply(moved)
+    _compat.set_module_device(module, device)
 
 
 def _own_parameters(module: nn.Module, name: str) -> list[str]:

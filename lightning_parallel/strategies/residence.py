@@ -27,7 +27,9 @@ def shard_units(
     blocks: str | Sequence[str],
     trains: bool,
 ) -> UnitSharder:
-    """Shards the parameters of a module that every rank has whole or on the meta device. Collective over the world.
+    """Shards the parameters of a module that every rank has whole on the host, or on the meta device.
+
+    Units get to the device one after the other, of which shares stay there. Collective over the world.
 
     Args:
         partition: the module of one rank; from now on it knows where its weights are.
@@ -42,7 +44,8 @@ def shard_units(
     gatherer = UnitGatherer(scopes, *gather_groups(partition.mesh), options.prefetch)
     waiting = leave_meta(partition.module, partition.mesh.device)
     numbered = {p: units[name] for name, p in partition.originals.items()}
-    sharder = UnitSharder(numbered, optimizers, partition.mesh.data, options, gatherer, trains)
+    mesh = partition.mesh
+    sharder = UnitSharder(numbered, optimizers, mesh.data, options, gatherer, trains, mesh.device)
     partition.units = sharder
     partition.shards = UnitWeights(partition.shards, sharder, partition.originals)
     draw_shares(partition.module, sharder, waiting, partition.mesh)

@@ -91,6 +91,7 @@ class ReplicaSharding:
             zero_clears_all=is_direct,
             offload=zero.host_side(trainer.default_root_dir),
             prefetch=zero.prefetch,
+            sums_wide=zero.gradient_dtype == "float32",
         )
         self.sharder: ZeroSharder
         if zero.stage == 3:

@@ -137,7 +137,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
         refuse_module(module, self.layout, micro_batches, self.pipeline_config.evaluation_micro_batches)
         self.precision_plugin.convert_module(module)
         self._apply_sync_batchnorm(module)
-        synchronize_start(module, self.mesh, leaves_meta=self.zero_config.stage == 3)
+        synchronize_start(module, self.mesh, leaves_meta=self.zero_config.shards_parameters(self.layout.data))
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             if self._sharding is not None:
@@ -186,7 +186,8 @@ class TensorPipelineStrategy(PartitionedStrategy):
                 arguments = _compat.step_arguments(method, micro_batch)
                 return _compat.run_without_logging(clone, lambda: method(*arguments))  # type: ignore[arg-type]
 
-        partition = make_partition(module, self.mesh, self.tensor_config, self.pipeline_config, step, batch, {})
+        stays = self.zero_config.shards_parameters(self.layout.data)
+        partition = make_partition(module, self.mesh, self.tensor_config, self.pipeline_config, step, batch, stays)
         self._partition = partition
         if step_name == "training_step":
             self._trained = partition
@@ -208,15 +209,14 @@ class TensorPipelineStrategy(PartitionedStrategy):
 
     def _shard_replicas(self, trainer: Trainer, partition: Partition) -> ReplicaSharding | None:
         """ZeRO over the replicas, if it was asked for and does something."""
-        zero = self.zero_config
-        if zero.stage == 0 or (self.mesh.data is None and zero.offload is None):
+        if not self.zero_config.shards_anything(self.layout.data):
             return None
         one_batch = self.pipeline_config.micro_batches_for(self.layout.pipeline) == 1
         return ReplicaSharding(
             partition,
             self.optimizers if partition is self._trained else [],
             trainer,
-            zero,
+            self.zero_config,
             self.bucket_bytes,
             is_direct=self.layout.pipeline == 1 and one_batch,
             blocks=self.pipeline_config.blocks,

@@ -52,6 +52,7 @@ class ShardBucket:
         keeps_buffer: keep the memory of the full gradient between steps (stage 1).
         is_replicated: no optimizer updates these parameters: every rank gets their full gradients.
         storage: has the optimizer's side in host memory; None if it lies beside the parameters.
+        sums_wide: gradients are kept and summed in float32 if parameters have half precision; otherwise as they come.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class ShardBucket:
         keeps_buffer: bool,
         is_replicated: bool = False,
         storage: HostStorage | None = None,
+        sums_wide: bool = True,
     ) -> None:
         self.layout = layout
         self.parameters = list(parameters)
@@ -75,6 +77,7 @@ class ShardBucket:
         self.present = [False] * len(self.parameters)
         first = self.parameters[0]
         self.wide = wide_dtype(first.dtype)
+        self.gradient_dtype = self.wide if sums_wide else first.dtype
         self.values = torch.zeros(layout.size, dtype=first.dtype, device=first.device)
         self._start, self._stop = layout.bounds[comm.group_rank(group)]
         for view, p in zip(self._views(self.values), self.parameters, strict=True):
@@ -83,8 +86,9 @@ class ShardBucket:
         self.own = self.values[self._start : self._stop]
         self.master = self.own if first.dtype == self.wide else self._copy_for_optimizer()
         self.pieces = [layout.piece(place, comm.group_rank(group)) for place in range(len(self.parameters))]
-        stepped = self.master if storage is None else stand_in((self.own_size,), self.wide)
-        self.shards = [self._make_shard(place, stepped) for place in range(len(self.parameters))]
+        resting = self._between_steps()
+        self.shards = [self._make_shard(place, resting) for place in range(len(self.parameters))]
+        self._set_aside: list[Tensor | None] = []
         self._buffer: Tensor | None = None
         self._gradients: list[Tensor] = []
         self._reduced: Tensor | None = None
@@ -98,9 +102,15 @@ class ShardBucket:
         """A float32 copy of this rank's share; with a storage, that makes it."""
         return self.own.to(self.wide) if self.storage is None else stand_in((self.own_size,), self.wide)
 
+    def _between_steps(self) -> Tensor:
+        """What shards are parts of between steps: as a gradient must have the dtype of its parameter, one that has."""
+        if self.storage is not None:
+            return stand_in((self.own_size,), self.gradient_dtype)
+        return self.own if self.is_narrow else self.master
+
     def _make_shard(self, place: int, stepped: Tensor) -> nn.Parameter | None:
         own = self.own_part(place, stepped)
-        return None if own is None else nn.Parameter(own)
+        return None if own is None else nn.Parameter(own, requires_grad=own.is_floating_point() or own.is_complex())
 
     def own_part(self, place: int, share: Tensor) -> Tensor | None:
         """Of a tensor over this rank's share, the part of one parameter: flat, or of its shape if it stays whole."""
@@ -160,6 +170,11 @@ class ShardBucket:
         """Whether the optimizer steps on a float32 copy of the values."""
         return self.master is not self.own
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether gradients have half precision, between steps."""
+        return self.gradient_dtype is not self.wide
+
     def is_part(self, place: int, value: Any) -> bool:
         """Whether a value in an optimizer's state has an entry for each element that this rank owns of a parameter."""
         return isinstance(value, Tensor) and value.dim() > 0 and value.shape == self.shard_shape(place)
@@ -170,6 +185,28 @@ class ShardBucket:
             part = None if shard is None else self.own_part(place, values)
             if shard is not None and part is not None:
                 shard.data = part
+
+    def widen(self) -> None:
+        """For a step: shards and gradients in half precision become float32."""
+        if self.is_narrow:
+            gradients = [None if shard is None else shard.grad for shard in self.shards]
+            self._give_gradients([None for _ in gradients])
+            self.attach(self.master)
+            self._give_gradients([None if g is None else g.to(self.wide) for g in gradients])
+            self._set_aside = gradients
+
+    def narrow(self) -> None:
+        """After it: as before."""
+        if self.is_narrow:
+            self._give_gradients([None for _ in self.shards])
+            self.attach(self._between_steps())
+            self._give_gradients(self._set_aside)
+            self._set_aside = []
+
+    def _give_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        for shard, gradient in zip(self.shards, gradients, strict=True):
+            if shard is not None:
+                shard.grad = gradient
 
     # -------------------------------------------------------------- gradients
     def add_gradient(self, place: int) -> None:
@@ -213,7 +250,8 @@ class ShardBucket:
 
     def _use_buffer(self) -> Tensor:
         if self._buffer is None:
-            self._buffer = torch.zeros(self.layout.size, dtype=self.wide, device=self.values.device)
+            self._buffer = torch.empty(self.layout.size, dtype=self.gradient_dtype, device=self.values.device)
+            self._buffer[self.layout.used :] = 0  # everything before it is written before it is read
             self._gradients = self._views(self._buffer)
         return self._buffer
 
@@ -291,7 +329,7 @@ class ShardBucket:
             gradient = self.parameters[place].grad
             if shard is not None:
                 part = None if gradient is None else self.cut(place, gradient)
-                shard.grad = None if part is None else part.to(self.side, self.wide)
+                shard.grad = None if part is None else part.to(self.side, self.gradient_dtype)
 
     def clear(self) -> None:
         """Forgets gradients that were not delivered."""

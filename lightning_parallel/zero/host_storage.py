@@ -48,7 +48,8 @@ class HostStorage:
             if bucket.has_master:
                 master = torch.empty(bucket.own_size, dtype=bucket.wide, pin_memory=self.link.pins)
                 bucket.master = master.copy_(bucket.held_share())
-                bucket.attach(master)
+            if bucket.has_master and not bucket.is_narrow:
+                bucket.attach(bucket.master)
             else:
                 self._detach(bucket)
 
@@ -61,7 +62,7 @@ class HostStorage:
 
     @staticmethod
     def _detach(bucket: ShardBucket) -> None:
-        bucket.attach(stand_in((bucket.own_size,), bucket.wide))
+        bucket.attach(stand_in((bucket.own_size,), bucket.gradient_dtype))
 
     # -------------------------------------------------------------- gradients
     def keep_gradient(self, reduced: Tensor) -> Tensor:

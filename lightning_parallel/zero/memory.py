@@ -23,17 +23,19 @@ class StateBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
-def state_bytes(stage: int, ranks: int, parameter_bytes: int = 4, moments: int = 2) -> StateBytes:
+def state_bytes(
+    stage: int, ranks: int, parameter_bytes: int = 4, moments: int = 2, gradient_bytes: int = 4
+) -> StateBytes:
     """Bytes per parameter that one rank holds between two steps, padding left out.
 
-    Gradients are kept in 4 bytes, whatever the parameters have. Parameters of 2 bytes also have a master copy of 4,
-    which counts as the optimizer's.
+    Parameters of 2 bytes also have a master copy of 4, which counts as the optimizer's.
 
     Args:
         stage: 0 (plain data parallel) to 3.
         ranks: data replicas.
         parameter_bytes: 4, or 2 for half precision.
         moments: numbers of 4 bytes that the optimizer keeps for each element; Adam has 2.
+        gradient_bytes: 4, or those of a parameter with `gradient_dtype="parameter"`.
 
     Raises:
         ValueError: an unknown stage, or less than one rank.
@@ -44,7 +46,7 @@ def state_bytes(stage: int, ranks: int, parameter_bytes: int = 4, moments: int =
     if stage not in (0, 1, 2, 3) or ranks < 1:
         raise ValueError(f"stage {stage} of ZeRO on {ranks} ranks does not exist; use a stage of 0 to 3 and 1 rank up")
     master = 4 if parameter_bytes < 4 and stage > 0 else 0
-    gradient = 4 if stage > 0 else parameter_bytes
+    gradient = gradient_bytes if stage > 0 else parameter_bytes
     moment = 4 if stage > 0 else parameter_bytes
     return StateBytes(
         parameters=parameter_bytes / (ranks if stage == 3 else 1),
@@ -60,7 +62,7 @@ class OffloadedBytes:
     Attributes:
         device: on the device between two steps.
         host: in host memory between two steps.
-        disk: in its file; each step reads and writes all of it.
+        disk: in its file; each step reads and writes all of it, and parameters once more for each gather.
         down: that a step copies from the device to the host.
         up: that it copies back.
     """
@@ -72,8 +74,18 @@ class OffloadedBytes:
     up: float
 
 
-def offloaded_bytes(kind: str, stage: int, ranks: int, parameter_bytes: int = 4, moments: int = 2) -> OffloadedBytes:
+def offloaded_bytes(
+    kind: str,
+    stage: int,
+    ranks: int,
+    parameter_bytes: int = 4,
+    moments: int = 2,
+    gradient_bytes: int = 4,
+    parameters: bool = False,
+) -> OffloadedBytes:
     """Where the bytes of `state_bytes` lie with an offload, padding and the few buckets on their way left out.
+
+    Parameters that are offloaded travel for each gather, of which a step has two, and come back after each.
 
     Args:
         kind: "cpu" or "nvme".
@@ -81,22 +93,27 @@ def offloaded_bytes(kind: str, stage: int, ranks: int, parameter_bytes: int = 4,
         ranks: data replicas.
         parameter_bytes: 4, or 2 for half precision.
         moments: numbers of 4 bytes that the optimizer keeps for each element.
+        gradient_bytes: see `state_bytes`.
+        parameters: shares of stage 3's parameters are offloaded, too.
 
     Raises:
-        ValueError: an unknown kind or stage, or less than one rank.
+        ValueError: an unknown kind or stage, less than one rank, or parameters of another stage.
 
     >>> offloaded_bytes("cpu", 2, ranks=4)
     OffloadedBytes(device=4.0, host=3.0, disk=0.0, down=2.0, up=1.0)
     """
     if kind not in KINDS or stage == 0:
         raise ValueError(f"offload={kind!r} of stage {stage} of ZeRO does not exist; use 'cpu' or 'nvme' and 1 to 3")
-    states = state_bytes(stage, ranks, parameter_bytes, moments)
-    gradients = 4 / ranks
-    on_disk = states.optimizer if kind == "nvme" else 0.0
+    if parameters and stage != 3:
+        raise ValueError(f"stage {stage} of ZeRO has whole parameters on every device; offload those of stage 3")
+    states = state_bytes(stage, ranks, parameter_bytes, moments, gradient_bytes)
+    gradients, share = gradient_bytes / ranks, parameter_bytes / ranks
+    away = states.optimizer + (states.parameters if parameters else 0)
+    on_disk = away if kind == "nvme" else 0.0
     return OffloadedBytes(
-        device=states.parameters + (states.gradients if stage == 1 else 0),
-        host=gradients + states.optimizer - on_disk,
+        device=(0 if parameters else states.parameters) + (states.gradients if stage == 1 else 0),
+        host=gradients + away - on_disk,
         disk=on_disk,
-        down=gradients + parameter_bytes / ranks,
-        up=parameter_bytes / ranks,
+        down=gradients + share * (2 if parameters else 1),
+        up=share * (2 if parameters else 1),
     )

@@ -1,4 +1,4 @@
-"""Mechanism: one step of an optimizer on shards that are brought in bucket by bucket."""
+"""Mechanism: one step of an optimizer on shards that are brought in, or widened, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class OffloadedStep:
     after it: between the two, the optimizer's groups hold shards, with the same options for all of them. Optimizers
     that may look at more than single elements get all buckets at once.
 
-    Where a class of torch's has a fused kernel for CPUs and its user has chosen none, that is used: its results differ
-    from those of the others in the last bit, and it takes an eighth of the time.
+    Gradients in half precision are widened for the bucket that is stepped. On the host, where a class of torch's has a
+    fused kernel for CPUs and its user has chosen none, that is used: its results differ from those of the others in the
+    last bit, and it takes an eighth of the time.
 
     Args:
         optimizer: whose groups hold shards.
@@ -39,7 +40,8 @@ class OffloadedStep:
         self._turns = [list(buckets)] if whole and buckets else [[bucket] for bucket in buckets]
         self._groups = [(group, group["params"]) for group in optimizer.param_groups]
         self._works: list[comm.Work] = []
-        self._fused = [group for group, _ in self._groups if _could_be_fused(optimizer, group)]
+        self._on_host = any(bucket.storage is not None for bucket in buckets)
+        self._fused = [group for group, _ in self._groups if self._on_host and _could_be_fused(optimizer, group)]
         self._walk = self._run()
 
     @torch.no_grad()
@@ -50,7 +52,7 @@ class OffloadedStep:
         # A loss scaler leaves them on the device; a fused step would use them before a copy of its own has arrived.
         for name in ("grad_scale", "found_inf"):
             value = getattr(self._optimizer, name, None)
-            if isinstance(value, torch.Tensor):
+            if self._on_host and isinstance(value, torch.Tensor):
                 setattr(self._optimizer, name, value.cpu())
         next(self._walk, None)
 
@@ -86,6 +88,7 @@ class OffloadedStep:
             bucket.accept_changes(bucket.own)
         else:
             bucket.storage.arrive(bucket, self._optimizer)
+        bucket.widen()
 
     def _move(self, bucket: ShardBucket, turn: Turn) -> None:
         """Buckets that no optimizer stepped on when they were made have stayed on the device."""
@@ -93,6 +96,7 @@ class OffloadedStep:
         if turn is Turn.SEND:
             work = bucket.publish() if storage is None else storage.send(bucket, self._optimizer)
             self._works += [] if work is None else [work]
+            bucket.narrow()
         elif storage is not None and turn is Turn.FETCH:
             storage.fetch(bucket)
         elif storage is not None:

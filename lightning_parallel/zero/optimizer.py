@@ -79,8 +79,8 @@ class ShardedOptimizer:
 
     def _begin(self) -> None:
         self._enter()
-        if self.sharder.storage is not None:
-            buckets = self.sharder.buckets_of(self.parameters())
+        buckets = self.sharder.buckets_of(self.parameters())
+        if self.sharder.storage is not None or any(bucket.is_narrow for bucket in buckets):
             self._offloaded = OffloadedStep(self.optimizer, buckets)
             self._offloaded.begin()
 
@@ -160,10 +160,15 @@ class ShardedOptimizer:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this rank's parts, as `cut_state` makes them."""
+        buckets = self.sharder.buckets_of(self.parameters())
         self._swap_in(lambda p: p)
+        for bucket in buckets:  # states get the dtype of what they belong to
+            bucket.widen()
         try:
             self.optimizer.load_state_dict(state_dict)
         finally:
+            for bucket in buckets:
+                bucket.narrow()
             self._leave()
 
     def release(self) -> None:

@@ -47,6 +47,7 @@ class ShardOptions:
             gradients are already there when it is called.
         offload: where the optimizer's side lies instead of on the device.
         prefetch: units that stage 3 gathers ahead of their use.
+        sums_wide: gradients of half-precision parameters are kept and summed in float32, not as they come.
     """
 
     stage: int = 2
@@ -56,6 +57,7 @@ class ShardOptions:
     zero_clears_all: bool = True
     offload: Offload | None = None
     prefetch: int = 1
+    sums_wide: bool = True
 
     def __post_init__(self) -> None:
         if self.stage not in (1, 2, 3):
@@ -110,13 +112,18 @@ class ZeroSharder:
         self.optimizers = [ShardedOptimizer(optimizer, self) for optimizer in optimizers]
         self.refresh()
 
+    @property
+    def _device(self) -> torch.device:
+        """Where buckets are."""
+        return next((p.device for p in self._all), torch.device("cpu"))
+
     def _make_storage(self, optimizers: Sequence[torch.optim.Optimizer]) -> HostStorage | None:
         offload = self.options.offload
         if offload is None:
             return None
         for optimizer in optimizers:
             refuse_on_host(optimizer, offload.kind)
-        device = next((p.device for p in self._all), torch.device("cpu"))
+        device = self._device
         return HostStorage(device) if offload.path is None else DiskStorage(device, self.group, offload.path)
 
     # -------------------------------------------------------------- places
@@ -133,7 +140,8 @@ class ZeroSharder:
             user, late = users.get(id(p)), id(p) in self._incomplete
             whole = user is not None and self._whole[user]
             items.append(Item(p.numel(), (self._unit_of(p), p.dtype, p.device, user, late), whole))
-        itemsize = max(wide_dtype(p.dtype).itemsize for p in parameters)
+        kinds = {wide_dtype(p.dtype) if self.options.sums_wide else p.dtype for p in parameters}
+        itemsize = max(kind.itemsize for kind in kinds)
         limit = max(1, self.options.bucket_bytes // itemsize)
         adopted = []
         for layout in plan_buckets(items, comm.group_size(self.group), limit):
@@ -159,7 +167,8 @@ class ZeroSharder:
     def _make_bucket(
         self, layout: BucketLayout, members: list[nn.Parameter], is_replicated: bool, storage: HostStorage | None
     ) -> ShardBucket:
-        return ShardBucket(layout, members, self.group, self.options.stage == 1, is_replicated, storage)
+        keeps_buffer, sums_wide = self.options.stage == 1, self.options.sums_wide
+        return ShardBucket(layout, members, self.group, keeps_buffer, is_replicated, storage, sums_wide)
 
     def find(self, parameter: torch.Tensor) -> tuple[ShardBucket, int] | None:
         """Bucket and slot of a parameter; None if it was never trainable."""

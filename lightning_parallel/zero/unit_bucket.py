@@ -42,6 +42,7 @@ class UnitBucket(ShardBucket):
         gathers: the same ranks, for values: these travel in an order of their own.
         is_replicated: no optimizer updates these parameters: every rank gets their full gradients.
         storage: has the optimizer's side in host memory; None if it lies beside the parameters.
+        sums_wide: see `ShardBucket`.
     """
 
     def __init__(
@@ -52,15 +53,15 @@ class UnitBucket(ShardBucket):
         gathers: ProcessGroup | None,
         is_replicated: bool = False,
         storage: HostStorage | None = None,
+        sums_wide: bool = True,
     ) -> None:
-        super().__init__(layout, parameters, group, False, is_replicated, storage)
+        super().__init__(layout, parameters, group, False, is_replicated, storage, sums_wide)
         self.gather_group = gathers
         self.version = 0
         """Grows with every optimizer step."""
         self._device = self.own.device
         self._keep(self.own.clone())
-        if not self.has_master and storage is None:
-            self.attach(self.own)
+        self.attach(self._between_steps())
         fill = float("nan") if self.own.is_floating_point() else 0
         self._nothing = torch.full((), fill, dtype=self.own.dtype, device=self.own.device)
         self.presence = Presence.AWAY

@@ -41,6 +41,7 @@ class UnitSharder(ZeroSharder):
         options: see `ShardOptions`.
         gatherer: gathers the units, of which it knows the modules.
         trains: whether gradients will be asked for at all.
+        device: where units are computed with; None: where the parameters are.
 
     Raises:
         ValueError: an optimizer cannot be sharded.
@@ -54,7 +55,9 @@ class UnitSharder(ZeroSharder):
         options: ShardOptions,
         gatherer: UnitGatherer,
         trains: bool = True,
+        device: torch.device | None = None,
     ) -> None:
+        self._target = device
         self.gatherer = gatherer
         self.trains = trains
         self._units = {id(p): unit for p, unit in units.items()}
@@ -77,13 +80,22 @@ class UnitSharder(ZeroSharder):
     def _is_trained(self, parameter: nn.Parameter) -> bool:
         return self.trains and parameter.requires_grad
 
+    @property
+    def _device(self) -> torch.device:
+        """Where units are computed with, whose parameters get there when they are sharded."""
+        return super()._device if self._target is None else self._target
+
     def _unit_of(self, parameter: nn.Parameter) -> int:
         return self._units[id(parameter)]
 
     def _make_bucket(
         self, layout: BucketLayout, members: list[nn.Parameter], is_replicated: bool, storage: HostStorage | None
     ) -> UnitBucket:
-        bucket = UnitBucket(layout, members, self.group, self.gatherer.group, is_replicated, storage)
+        for p in members:
+            p.data = p.data.to(self._device)
+        bucket = UnitBucket(
+            layout, members, self.group, self.gatherer.group, is_replicated, storage, self.options.sums_wide
+        )
         self.gatherer.units[self._unit_of(members[0])].buckets.append(bucket)
         if storage is not None:
             self._house(bucket)

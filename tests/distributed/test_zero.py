@@ -44,9 +44,11 @@ def reference(name: str, world_size: int) -> tuple[dict[str, Tensor], dict[str, 
     return values(net), plain_state(optimizer)
 
 
-def train(name: str, rank: int, **options: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def train(
+    name: str, rank: int, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The same on shards; after two steps everything is saved and loaded into new objects."""
-    net = Odd()
+    net = Odd(dtype)
     optimizer = OPTIMIZERS[name](two_groups(net))
     sharded = sharder(net, [optimizer], **options)
     rates = schedule(optimizer)
@@ -56,7 +58,7 @@ def train(name: str, rank: int, **options: Any) -> tuple[dict[str, Tensor], dict
                 saved = plain_state(optimizer)
             weights, later = values(net), rates.state_dict()
             sharded.close()
-            net = Odd()
+            net = Odd(dtype)
             net.load_state_dict(weights)
             optimizer = OPTIMIZERS[name](two_groups(net))
             sharded = sharder(net, [optimizer], **options)
@@ -170,13 +172,15 @@ def test_windows_sums_and_zeroing(ranks: Ranks, stage: int) -> None:
         assert last["rarely"] is None
 
 
-def half_precision(rank: int, world_size: int) -> Any:
+def half_precision(rank: int, world_size: int, sums_wide: bool) -> Any:
     net = Two(torch.bfloat16)
     optimizer = optim.SGD(net.parameters(), lr=2.0**-12)
-    sharded = sharder(net, [optimizer])
+    sharded = sharder(net, [optimizer], sums_wide=sums_wide)
     losses = [net.often.sum() * (2.0**-8 if rank == 0 else 0.0) for _ in range(512)]
     sharded_backward(sharded, losses)
     summed = full_gradients(net, sharded)["often"]
+    gradients = [shard.grad for bucket in sharded.buckets for shard in bucket.shards if shard is not None]
+    kinds = {gradient.dtype for gradient in gradients if gradient is not None}
     optimizer.zero_grad()
     for _ in range(16):  # steps too small for bfloat16 to notice near 1
         sharded_backward(sharded, [net.rarely.sum() * (rank + 1)])
@@ -194,13 +198,17 @@ def half_precision(rank: int, world_size: int) -> Any:
     with whole_state(sharded.optimizers[0], dist.group.WORLD, keep=True):
         loaded = plain_state(optimizer)
     sharded.close()
-    return summed, small, saved["state"], written, loaded["state"], net.rarely.dtype
+    return summed, kinds, small, saved["state"], written, loaded["state"], net.rarely.dtype
 
 
-def test_bfloat16_sums_and_steps_in_float32(ranks: Ranks) -> None:
-    for summed, small, saved, written, loaded, dtype in ranks(2, half_precision):
-        assert summed.dtype is torch.float32
-        assert summed.tolist() == [2.0] * 3
+@pytest.mark.parametrize(
+    ("sums_wide", "kind", "total"), [(True, torch.float32, 2.0), (False, torch.bfloat16, 1.0)], ids=["float32", "own"]
+)
+def test_bfloat16_sums_and_steps_in_float32(ranks: Ranks, sums_wide: bool, kind: torch.dtype, total: float) -> None:
+    """512 times 2**-8, which bfloat16 stops to notice at 1."""
+    for summed, kinds, small, saved, written, loaded, dtype in ranks(2, half_precision, sums_wide):
+        assert kinds <= {kind}
+        assert summed.tolist() == [total] * 3
         assert dtype is torch.bfloat16
         after = 1 - 16 * 3 * 2.0**-12
         assert small.tolist() == torch.full((5,), after).bfloat16().tolist()
@@ -261,11 +269,11 @@ def storages(tensors: list[Any]) -> int:
     return sum(found.values())
 
 
-def memory(rank: int, world_size: int, stage: int, dtype: torch.dtype) -> Any:
+def memory(rank: int, world_size: int, stage: int, dtype: torch.dtype, sums_wide: bool) -> Any:
     net = Chain(dtype=dtype)
     count = sum(p.numel() for p in net.parameters())
     optimizer = optim.AdamW(net.parameters(), lr=0.01)
-    sharded = sharder(net, [optimizer], stage=stage, bucket_bytes=64 * 64 * 4)
+    sharded = sharder(net, [optimizer], stage=stage, bucket_bytes=64 * 64, sums_wide=sums_wide)
     during: list[tuple[int, int]] = []
 
     def look(grad: Tensor) -> None:
@@ -281,6 +289,8 @@ def memory(rank: int, world_size: int, stage: int, dtype: torch.dtype) -> Any:
         grads = [s.grad for b in sharded.buckets for s in b.shards if s is not None]
         gradients = storages([*held, *grads, *[p.grad for p in net.parameters()]]) / count
         optimizer.step()
+        after = [s.grad for b in sharded.buckets for s in b.shards if s is not None]
+        gradients = max(gradients, storages([*held, *after]) / count)
     handle.remove()
     masters = [b.master for b in sharded.buckets if b.master is not b.own]
     moments = [value for state in optimizer.state.values() for k, value in state.items() if k != "step"]
@@ -292,12 +302,17 @@ def memory(rank: int, world_size: int, stage: int, dtype: torch.dtype) -> Any:
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+PRECISIONS = [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)]
+
+
+@pytest.mark.parametrize(("dtype", "sums_wide"), PRECISIONS)
 @pytest.mark.parametrize("stage", [1, 2])
-def test_bytes_per_rank_and_reduction_during_backward(ranks: Ranks, stage: int, dtype: torch.dtype) -> None:
+def test_bytes_per_rank_and_reduction_during_backward(
+    ranks: Ranks, stage: int, dtype: torch.dtype, sums_wide: bool
+) -> None:
     for world_size in (2, 4):
-        expected = state_bytes(stage, world_size, dtype.itemsize)
-        for found in ranks(world_size, memory, stage, dtype):
+        expected = state_bytes(stage, world_size, dtype.itemsize, gradient_bytes=4 if sums_wide else dtype.itemsize)
+        for found in ranks(world_size, memory, stage, dtype, sums_wide):
             assert found["parameters"] == pytest.approx(expected.parameters, rel=0.02)
             assert found["gradients"] == pytest.approx(expected.gradients, rel=0.02)
             assert found["optimizer"] == pytest.approx(expected.optimizer, rel=0.02)

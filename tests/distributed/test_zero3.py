@@ -21,7 +21,7 @@ from lightning_parallel.zero.states import load_full_state, whole_state
 from lightning_parallel.zero.unit_bucket import Presence
 from lightning_parallel.zero.unit_scopes import plan_model
 from lightning_parallel.zero.unit_sharder import UnitSharder
-from tests.distributed.test_zero import Chain, storages
+from tests.distributed.test_zero import PRECISIONS, Chain, storages
 from tests.distributed.zero_tools import Spectral, plain_state
 from tests.harness import Ranks
 
@@ -175,12 +175,12 @@ def test_whatever_runs_in_whatever_order(
 
 
 # ------------------------------------------------------------------------------------------------ overlap and memory
-def chain(rank: int, world_size: int, dtype: torch.dtype) -> Any:
+def chain(rank: int, world_size: int, dtype: torch.dtype, sums_wide: bool) -> Any:
     """Bytes between steps; how many units and full gradients there are at every moment of the third step."""
     net = Chain(dtype=dtype)
     count = sum(p.numel() for p in net.parameters())
     optimizer = optim.AdamW(net.parameters(), lr=0.01)
-    sharder = sharded(net, [optimizer])
+    sharder = sharded(net, [optimizer], sums_wide=sums_wide)
     units, buckets = sharder.gatherer.units, sharder.buckets
     during: list[tuple[str, int, int, int]] = []
     late: list[int] = []
@@ -221,11 +221,11 @@ def chain(rank: int, world_size: int, dtype: torch.dtype) -> Any:
     return bytes_held, during, [wish for wish in late if wish >= 0 and wish != len(units) - 1], calls
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bytes_per_rank_and_units_during_a_step(ranks: Ranks, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "sums_wide"), PRECISIONS)
+def test_bytes_per_rank_and_units_during_a_step(ranks: Ranks, dtype: torch.dtype, sums_wide: bool) -> None:
     for world_size in (2, 4):
-        expected = state_bytes(3, world_size, dtype.itemsize)
-        for bytes_held, during, late, calls in ranks(world_size, chain, dtype):
+        expected = state_bytes(3, world_size, dtype.itemsize, gradient_bytes=4 if sums_wide else dtype.itemsize)
+        for bytes_held, during, late, calls in ranks(world_size, chain, dtype, sums_wide):
             kinds = [expected.parameters, expected.gradients, expected.optimizer]
             assert bytes_held == [pytest.approx(kind, rel=0.02) for kind in kinds]
             assert len(during) == 16

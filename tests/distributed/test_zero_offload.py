@@ -61,6 +61,25 @@ def test_every_optimizer_trains_as_without_offload(ranks: Ranks, tmp_path: Path)
             torch.testing.assert_close(state["state"], expected_state["state"], **exact, msg=where)
 
 
+def train_narrow(rank: int, world_size: int, folder: str) -> Any:
+    """Whole numbers, which bfloat16 sums exactly: gradients in it change nothing. Buckets have as many elements."""
+    widths = ({"sums_wide": True, "bucket_bytes": 64}, {"sums_wide": False, "bucket_bytes": 32})
+    return [
+        [train(name, rank, torch.bfloat16, stage=stage, **width, **offload(kind, folder)) for width in widths]
+        for name in ("adamw", "sgd", "foreach adamw", "spectral")
+        for stage, kind in ((1, None), (2, None), (1, "cpu"), (2, "nvme"))
+        if kind != "nvme" or name in ELEMENTWISE
+    ]
+
+
+def test_gradients_of_half_precision_step_as_wide_ones(ranks: Ranks, tmp_path: Path) -> None:
+    """Also after states were saved and loaded, which keep their 32 bits."""
+    for found in ranks(2, train_narrow, str(tmp_path)):
+        assert len(found) == 15
+        for wide, narrow in found:
+            torch.testing.assert_close(narrow, wide, atol=0, rtol=0)
+
+
 # ------------------------------------------------------------------------------------------------ accumulation
 def cell(net: Two, optimizer: optim.Optimizer, stage: int, chosen: dict[str, Any]) -> ZeroSharder:
     if stage < 3:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_parallel import TensorPipelineStrategy, ZeroStrategy
-from tests.glue.oracle import Classifier, Samples, Site, check, weights
+from tests.glue.oracle import QUIET, Classifier, Samples, Site, check, observe, weights
 from tests.glue.test_callbacks import finetuned
 from tests.glue.test_evaluation import everything_predicted, streams, validate_and_test_around_a_fit
 from tests.glue.test_training_optimizers import accumulation_and_clipping, factors, windows_twice
@@ -134,6 +134,41 @@ def test_no_rank_holds_the_whole_model_at_start(ranks: Ranks) -> None:
             assert all(torch.equal(found[f"net.{name}"], value) for name, value in expected.state_dict().items())
     for _, _, refusal in ranks(2, meta, False, launch="lightning"):
         assert "left each rank's weights where they were" in refusal
+
+
+class NotesMoves(ZeroStrategy):
+    """Counts the parameters that its set-up moves to the device as they are, whole."""
+
+    def setup(self, trainer: Trainer) -> None:
+        self.moved = 0
+        plain = torch.Tensor.to
+
+        def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            self.moved += isinstance(tensor, nn.Parameter)
+            return plain(tensor, *args, **kwargs)
+
+        torch.Tensor.to = noted  # type: ignore[method-assign,assignment]
+        try:
+            super().setup(trainer)
+        finally:
+            torch.Tensor.to = plain  # type: ignore[method-assign]
+
+
+def moves(site: Site) -> Any:
+    found = []
+    for stage in (2, 3):
+        strategy, module = NotesMoves(stage), Classifier()
+        trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=1, **QUIET)
+        trainer.fit(module, Site().loader(Samples(8), 4))
+        found.append((strategy.moved, len(list(module.parameters()))))
+    return found
+
+
+def test_a_module_in_memory_goes_to_the_device_in_shares(ranks: Ranks) -> None:
+    """It may not fit there: units go one by one, of which each rank keeps its part."""
+    for whole, shares in ranks(2, observe, moves, (1, 1, 2), {}, launch="lightning"):
+        assert whole[0] == whole[1] > 0, "stage 2 computes with whole parameters"
+        assert shares[0] == 0
 
 
 def refused(rank: int, world_size: int) -> str:

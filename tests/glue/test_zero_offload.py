@@ -41,7 +41,7 @@ def steps(site: Site) -> Any:
 
 def decisions(site: Site) -> Any:
     """Two optimizers by hand, overflows under a loss scaler, gradients that hooks look at and change."""
-    return [adversaries(site), overflows(site), hooks(site)]
+    return [adversaries(site), overflows(site), bursts(site), hooks(site)]
 
 
 def split(site: Site) -> Any:
@@ -63,8 +63,8 @@ def elsewhere(site: Site) -> Any:
         (decisions, (1, 1, 2), ZeroConfig(2, "nvme")),
         (hooks, (1, 1, 1), ZeroConfig(2, "nvme")),
         (split, (1, 1, 1), ZeroConfig(3, "cpu")),
-        (steps, (1, 1, 2), ZeroConfig(3, "cpu")),
-        (elsewhere, (1, 1, 2), ZeroConfig(3, "cpu", offload_parameters=True)),
+        (steps, (1, 1, 2), ZeroConfig(3, "cpu", offload_parameters=True)),
+        (bursts, (1, 1, 2), ZeroConfig(3, "cpu")),
         (elsewhere, (1, 1, 2), ZeroConfig(3, "nvme", offload_parameters=True)),
         (bursts, (1, 1, 1), ZeroConfig(3, "nvme", offload_parameters=True)),
         (split, (1, 2, 2), ZeroConfig(1, "nvme")),
@@ -112,7 +112,7 @@ def rest(site: Site, folder: Path, source: Path) -> Any:
 
 # ------------------------------------------------------------------------------------------------ folders
 class Looks(Classifier):
-    """Notes the folders in the first step, and fails in the second if it is told to."""
+    """Notes the files in the first step, and fails in the second if it is told to."""
 
     def __init__(self, folder: str, fails: bool) -> None:
         super().__init__()
@@ -121,15 +121,16 @@ class Looks(Classifier):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
             self.trainer.strategy.barrier()
-            self.seen = sorted(path.name.rsplit("-rank-")[1] for path in Path(self.folder).iterdir())
+            files = Path(self.folder).glob("*/state.bin")
+            self.seen = sorted((file.parent.name.rsplit("-rank-")[1], file.stat().st_size) for file in files)
         elif self.fails:
             raise ArithmeticError("the second step went wrong")
 
 
-def run(folder: str, fails: bool = False) -> list[str]:
+def run(folder: str, fails: bool = False) -> list[tuple[str, int]]:
     module = Looks(folder, fails)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    strategy = ZeroStrategy(offload="nvme", nvme_path=folder)
+    strategy = ZeroStrategy(3, offload="nvme", nvme_path=folder, offload_parameters=True)
     trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=2, **quiet)
     try:
         trainer.fit(module, Site((1, 1, 2)).loader(Samples(16), 4))
@@ -148,6 +149,8 @@ def folders(rank: int, world_size: int, folder: str, file: str) -> Any:
     left = os.listdir(folder)
     with pytest.raises(ValueError, match="cannot take the optimizer's state") as no_folder:
         run(f"{file}/below")
+    with pytest.raises(ValueError, match="nvme_path='/proc/below' cannot take the optimizer's state"):
+        run("/proc/below")
     reserve = os.posix_fallocate
     if rank == 1:  # a disk whose space somebody else has taken
         os.posix_fallocate = full
@@ -171,7 +174,10 @@ def test_f31_folders_per_rank_are_gone_after_the_run_and_errors_come_first(ranks
     folder = tmp_path / "folder"
     folder.mkdir()
     for seen, left, no_folder, no_space, after in ranks(2, folders, str(folder), str(file), launch="lightning"):
-        assert seen == [["0", "1"], ["0", "1"]]
+        first, second = seen
+        assert [label for label, _ in first] == ["0", "1"]
+        assert first == second, "as many bytes in a second run"
+        assert all(size > 0 for _, size in first)
         assert (left, after) == ([], [])
         assert f"nvme_path='{file}/below' cannot take the optimizer's state: replica 0 says: " in no_folder
         assert "replica 1 says: [Errno 28] No space left on device; free space there, give a folder on" in no_space
