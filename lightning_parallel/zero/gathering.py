@@ -25,6 +25,7 @@ from lightning_parallel.zero.units import Residency
 __all__ = ["Unit", "UnitGatherer"]
 
 _POLL_SECONDS = 2e-5
+_LONGEST_POLL_SECONDS = 5e-4
 
 
 @dataclass(eq=False)
@@ -45,6 +46,11 @@ class Unit:
     def is_away(self) -> bool:
         """Whether anything of it is not even on its way."""
         return any(bucket.presence is Presence.AWAY for bucket in self.buckets)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether there is nothing of it to free."""
+        return all(bucket.presence is Presence.AWAY and bucket.home is None for bucket in self.buckets)
 
     @property
     def is_whole(self) -> bool:
@@ -163,7 +169,7 @@ class UnitGatherer:
             unit.running = 0
         try:
             with torch.autograd.graph.saved_tensors_hooks(*self._saving):
-                self._bring(self.root)
+                self._begin_with_root()
                 yield
             if lockstep:
                 self.meet()
@@ -203,6 +209,12 @@ class UnitGatherer:
         self._bring(unit)
         self._look_ahead()
 
+    def _begin_with_root(self) -> None:
+        while self.root.is_away:
+            self._go_round(self.root.number)
+        self._catch_up()  # the first unit travels behind it
+        self._bring(self.root)
+
     def _bring(self, unit: Unit) -> None:
         while unit.is_away:
             self._go_round(unit.number)
@@ -214,12 +226,15 @@ class UnitGatherer:
         """Gathers what the last round asked for, and asks for what is expected after that."""
         if self._rounds.is_open:
             self._finish_round()
-        while (overdue := self._residency.overdue(self._here())) is not None:
-            self._go_round(overdue)
+        self._catch_up()
         wanted = self._residency.wanted(self._here())
         if wanted is not None:
             self._rounds.post(wanted)
             self.units[wanted].read_ahead()
+
+    def _catch_up(self) -> None:
+        while (overdue := self._residency.overdue(self._here())) is not None:
+            self._go_round(overdue)
 
     def _here(self) -> set[int]:
         return {unit.number for unit in self.units if not unit.is_away}
@@ -228,7 +243,7 @@ class UnitGatherer:
         if self._pinned:
             return
         for unit in self.units:
-            if unit.number not in kept:
+            if unit.number not in kept and not unit.is_gone:
                 self._drop(unit)
 
     def drop_all(self) -> None:
@@ -263,13 +278,15 @@ class UnitGatherer:
 
     def serve_until(self, is_done: Callable[[], bool]) -> None:
         """Serves the others while this rank waits for something that depends on them."""
+        pause = _POLL_SECONDS
         while not is_done():
             if not self._rounds.is_open:
                 self._rounds.post(NOTHING)
             if self._rounds.is_done:
                 self._finish_round()
             else:
-                time.sleep(_POLL_SECONDS)
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_POLL_SECONDS)
 
     # -------------------------------------------------------------- what autograd saves
     def _note_storages(self, unit: Unit) -> None:
