@@ -28,6 +28,7 @@ from lightning_parallel.strategies._compat_loops import agree_in_loops, stage_li
 from lightning_parallel.strategies.config import SizeOrAuto, check_flag
 from lightning_parallel.strategies.even_split import even_or_planned
 from lightning_parallel.strategies.failures import FailureWatch
+from lightning_parallel.strategies.left_apart import AFTER_AN_EXCEPTION, AS_ASKED_FOR
 from lightning_parallel.strategies.partition import Partition, materialize
 from lightning_parallel.strategies.predictions import PredictionGatherer
 from lightning_parallel.strategies.refusals import note_surroundings, refuse_data, refuse_objects, refuse_options
@@ -321,11 +322,8 @@ class PartitionedStrategy(DDPStrategy):
         """
         self._watch.check_collective("a checkpoint")
         if not self._is_split:
-            if self._partition is not None and not self._partition.is_whole:
-                raise RuntimeError(
-                    "restore_weights=False left each rank's weights where they were: save before the run ends, for "
-                    "example with ModelCheckpoint, or set restore_weights=True"
-                )
+            if self._partition is not None and self._partition.left_apart:
+                raise RuntimeError(self._partition.left_apart)
             return super().lightning_module_state_dict()
         partition = self._split_module()
         with self._sight.hidden(), metric_states.summed_over_replicas(partition.module, self.mesh.data):
@@ -386,9 +384,10 @@ class PartitionedStrategy(DDPStrategy):
             self._runner.close()
         if self._sharding is not None and self._failed:
             self._sharding.discard()
-        if self._is_split and not self._failed:
+        if self._is_split:
             metric_states.release_metrics(self._split_module().module, self.mesh.data)
-            self._split_module().restore(self.restore_weights)
+            reason = AFTER_AN_EXCEPTION if self._failed else "" if self.restore_weights else AS_ASKED_FOR
+            self._split_module().restore(reason)
         self._runner = None
         self._epoch = -1
         with _compat.unmovable_left_alone(self):

@@ -22,6 +22,7 @@ from lightning_parallel.pipeline.trace import CutPlan
 from lightning_parallel.random_streams import random_state, set_random_state
 from lightning_parallel.strategies import _compat
 from lightning_parallel.strategies.config import PipelineConfig, TensorParallelConfig
+from lightning_parallel.strategies.left_apart import mark_left_apart
 from lightning_parallel.tensor_parallel.parallelize import parallelize_module, shard_parameters
 from lightning_parallel.tensor_parallel.plan import resolve_plan
 from lightning_parallel.tensor_parallel.rules import TensorPlan
@@ -143,7 +144,7 @@ class Partition:
         copies: (holder, attribute, its shards, how to undo its hook) for every copy that a callback keeps.
         units: gathers parameters that are sharded over the replicas; None if each of them has all of its part.
         restored: whether the plain module is back.
-        is_whole: whether it then has all of its weights.
+        left_apart: why it then does not have all of its weights; empty if it has.
     """
 
     module: LightningModule
@@ -159,7 +160,7 @@ class Partition:
     copies: list[tuple[Any, str, ModelShards, Callable[[], None]]] = field(default_factory=list)
     units: UnitSharder | None = None
     restored: bool = False
-    is_whole: bool = False
+    left_apart: str = ""
 
     @property
     def local_parameters(self) -> dict[str, nn.Parameter]:
@@ -185,13 +186,14 @@ class Partition:
             self.copies.append((holder, attribute, shards, shards.show_whole()))
             setattr(holder, attribute, shards.module)
 
-    def restore(self, keep_weights: bool) -> None:
-        """Puts the plain module back, on the CPU. Collective over the replica if `keep_weights`.
+    def restore(self, left_apart: str = "") -> None:
+        """Puts the plain module back, on the CPU, with the trained weights on every rank. Collective over the replica.
 
         Args:
-            keep_weights: gather the trained weights into the module on every rank; otherwise parameters of other ranks
-                are left empty.
+            left_apart: a reason to leave each rank's weights where they are, which is not collective; the module tells
+                it to whoever uses it.
         """
+        keep_weights = not left_apart
         whole = _whole_values(self.shards) if keep_weights else ({}, {})
         extra_states = self.shards.full_extra_states() if keep_weights else {}
         copies = [(holder, name, _whole_values(shards)) for holder, name, shards, _ in self.copies if keep_weights]
@@ -210,7 +212,10 @@ class Partition:
             _set_values(getattr(holder, attribute), *values)
         if self.units is not None:
             self.units.forget_values()
-        self.is_whole = keep_weights or self.shards.is_whole
+        if not self.shards.is_whole:
+            self.left_apart = left_apart
+        if self.left_apart:
+            mark_left_apart(self.module, left_apart)
         self.restored = True
 
 

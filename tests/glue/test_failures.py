@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import json
 import os
@@ -106,23 +107,39 @@ def sigterm_worker(rank: int, world_size: int, layout: Layout, kind: str, hook: 
     return found
 
 
+def fail() -> None:
+    raise ValueError("the same on every rank")
+
+
+def fit_twice(site: Site, callbacks: list[Callback]) -> Classifier:
+    """The module of a run that follows a failed one: the failed one's own where no other rank has a part of it."""
+    failed = Classifier()
+    with pytest.raises(ValueError, match="^the same on every rank$"):
+        site.trainer(callbacks=callbacks, enable_checkpointing=True).fit(failed, loader(site))
+    assert [type(child) for child in failed.modules()] == [type(child) for child in Classifier().modules()]
+    module = failed
+    if site.layout is not None and site.layout[:2] != (1, 1):
+        copied, batch, module = copy.deepcopy(failed), next(iter(loader(site))), Classifier()
+        for use in (
+            lambda: site.trainer(max_epochs=1).fit(failed, loader(site)),
+            lambda: copied.net(batch["x"]),
+            failed.state_dict,
+            lambda: failed.load_state_dict(module.state_dict()),
+        ):
+            with pytest.raises(RuntimeError, match="left each rank's weights where they were.* built anew"):
+                use()
+    else:
+        failed.load_state_dict(Classifier().state_dict())
+    site.trainer(max_epochs=1).fit(module, loader(site))
+    return module
+
+
 def again_worker(rank: int, world_size: int, layout: Layout) -> dict[str, Any]:
     """The same exception on every rank, with a checkpoint; then the process trains again."""
-
-    def fail() -> None:
-        raise ValueError("the same on every rank")
-
-    site = Site(layout, rank)
     saving = ModelCheckpoint("saved", filename="{step}", every_n_train_steps=100, save_on_exception=True)
-    event = Event("on_train_batch_end", rank, fail)
-    trainer = site.trainer(callbacks=[event, saving], enable_checkpointing=True)
     began = time.monotonic()
-    with pytest.raises(ValueError, match="^the same on every rank$"):
-        trainer.fit(Classifier(), loader(site))
-    took = time.monotonic() - began
-    module = Classifier()
-    site.trainer(max_epochs=1).fit(module, loader(site))
-    return {"saved": os.listdir("saved"), "took": took, "weights": weights(module)}
+    module = fit_twice(Site(layout, rank), [Event("on_train_batch_end", rank, fail), saving])
+    return {"saved": os.listdir("saved"), "took": time.monotonic() - began, "weights": weights(module)}
 
 
 def trouble_worker(rank: int, world_size: int, layout: Layout, kind: str) -> None:
@@ -177,7 +194,7 @@ def check_stop(found: list[dict[str, Any]], receiver: int, steps: list[int]) -> 
     assert first["step"] == second["step"]
 
 
-@pytest.mark.parametrize("layout", [(1, 2, 1), (1, 1, 2)])
+@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
 def test_a_common_exception_leaves_a_checkpoint_and_a_usable_process(ranks: Ranks, layout: Layout) -> None:
     found = ranks(2, again_worker, layout, launch="lightning")
     module = Classifier()
