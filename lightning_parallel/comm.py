@@ -1,9 +1,7 @@
 """Mechanism: collectives and point-to-point over an explicit group. The only place that calls them raw.
 
 A group of None, or of one rank, communicates nothing and copies nothing. Tensors that a caller passes are left as they
-are unless the function's name ends in an underscore. The differentiable pairs are those of tensor parallelism
-(Shoeybi et al. 2019, figure 3: f and g) and of sequence parallelism (Korthikanti et al. 2022, figure 5: g and g-bar);
-each function's backward is the forward of its partner, so second derivatives exist too.
+are unless the function's name ends in an underscore. Nothing here is differentiable: see `tensor_parallel.mappings`.
 """
 
 from __future__ import annotations
@@ -28,23 +26,16 @@ __all__ = [
     "all_reduce_",
     "broadcast_",
     "broadcast_object",
+    "check_sizes",
     "chunk_sizes",
-    "copy_to_group",
     "exchange",
-    "gather_from_group",
     "gather_objects",
-    "gather_sequence",
     "global_rank",
     "group_rank",
     "group_size",
-    "reduce_from_group",
-    "reduce_from_group_",
     "reduce_",
     "reduce_scatter_dim",
     "reduce_scatter_into",
-    "reduce_scatter_sequence",
-    "scatter_sequence",
-    "split_to_group",
 ]
 
 Op = Literal["sum", "max", "min"]
@@ -198,17 +189,14 @@ def exchange(ops: Sequence[SendRecv], group: ProcessGroup | None) -> list[Work]:
 
 
 def all_gather_dim(x: Tensor, group: ProcessGroup | None, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
-    """Concatenate every rank's ``x`` along ``dim``; ``sizes`` are the ranks' sizes there when they are not all equal.
-
-    Not differentiable: see :func:`gather_from_group` and :func:`gather_sequence`.
-    """
+    """Concatenate every rank's ``x`` along ``dim``; ``sizes`` are the ranks' sizes there if they are not all equal."""
     ranks = group_size(group)
     if ranks == 1:
         return x
     dim %= x.dim()
     largest = x.shape[dim] if sizes is None else max(sizes)
     if sizes is not None:
-        _check_sizes(sizes, ranks, x.shape[dim], group_rank(group), dim)
+        check_sizes(sizes, ranks, x.shape[dim], group_rank(group), dim)
     if x.shape[dim] < largest:  # backends gather equal tensors only
         padded = x.new_zeros((*x.shape[:dim], largest, *x.shape[dim + 1 :]))
         padded.narrow(dim, 0, x.shape[dim]).copy_(x)
@@ -226,10 +214,7 @@ def all_gather_dim(x: Tensor, group: ProcessGroup | None, dim: int, sizes: Seque
 
 
 def reduce_scatter_dim(x: Tensor, group: ProcessGroup | None, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
-    """Sum ``x`` over the group and keep this rank's slice of ``dim``; slices are ``sizes`` or torch.chunk's.
-
-    Not differentiable: see :func:`reduce_scatter_sequence`.
-    """
+    """Sum ``x`` over the group and keep this rank's slice of ``dim``; slices are ``sizes`` or torch.chunk's."""
     ranks = group_size(group)
     if ranks == 1:
         return x
@@ -247,138 +232,6 @@ def reduce_scatter_dim(x: Tensor, group: ProcessGroup | None, dim: int, sizes: S
     return out if mine == largest else out.narrow(dim, 0, mine).clone(memory_format=torch.contiguous_format)
 
 
-def copy_to_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Hand ``x``, equal on every rank, to split computation: forward identity, backward all-reduce."""
-    return x if group_size(group) == 1 else _CopyToGroup.apply(x, group)
-
-
-def reduce_from_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Sum the ranks' partial results: forward all-reduce, backward identity."""
-    return x if group_size(group) == 1 else _ReduceFromGroup.apply(x, group, False)
-
-
-def reduce_from_group_(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """:func:`reduce_from_group` that overwrites ``x``, for a tensor that nobody else sees."""
-    return x if group_size(group) == 1 else _ReduceFromGroup.apply(x, group, x.is_contiguous())
-
-
-def gather_from_group(x: Tensor, group: ProcessGroup | None, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
-    """Concatenate the ranks' slices for computation that is equal on every rank: forward all-gather, backward slice.
-
-    Args:
-        x: this rank's slice.
-        group: tensor group.
-        dim: dimension that is split.
-        sizes: every rank's size along ``dim`` when they are not all equal.
-    """
-    return x if group_size(group) == 1 else _GatherFromGroup.apply(x, group, dim, sizes)
-
-
-def split_to_group(x: Tensor, group: ProcessGroup | None, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
-    """This rank's slice of ``x``, which is equal on every rank: forward slice, backward all-gather.
-
-    Slices are ``sizes`` or those of ``torch.chunk``.
-    """
-    if group_size(group) == 1:
-        return x
-    return _SplitToGroup.apply(x, group, dim, sizes or chunk_sizes(x.shape[dim], group_size(group)))
-
-
-def scatter_sequence(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
-    """Enter a sequence-parallel region with ``x`` equal on every rank: forward slice, backward all-gather."""
-    return split_to_group(x, group, dim)
-
-
-def gather_sequence(x: Tensor, group: ProcessGroup | None, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
-    """From a sequence-parallel region to split computation: forward all-gather, backward reduce-scatter."""
-    return x if group_size(group) == 1 else _GatherSequence.apply(x, group, dim, sizes)
-
-
-def reduce_scatter_sequence(
-    x: Tensor, group: ProcessGroup | None, dim: int, sizes: Sequence[int] | None = None
-) -> Tensor:
-    """From partial results to a sequence-parallel region: forward reduce-scatter, backward all-gather."""
-    if group_size(group) == 1:
-        return x
-    return _ReduceScatterSequence.apply(x, group, dim, sizes or chunk_sizes(x.shape[dim], group_size(group)))
-
-
-class _CopyToGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # Not in place: autograd may hand the same gradient to other nodes, or an expanded one.
-        return _ReduceFromGroup.apply(grad, ctx.group, False), None
-
-
-class _ReduceFromGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, inplace: bool) -> Tensor:
-        ctx.group = group
-        if inplace:
-            ctx.mark_dirty(x)
-        else:
-            x = x.clone(memory_format=torch.contiguous_format)
-        all_reduce_(x, group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _CopyToGroup.apply(grad, ctx.group), None, None
-
-
-class _GatherFromGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int] | None) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        ctx.sizes = [x.shape[dim]] * group.size() if sizes is None else sizes
-        return all_gather_dim(x, group, dim, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _SplitToGroup.apply(grad, ctx.group, ctx.dim, ctx.sizes), None, None, None
-
-
-class _SplitToGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int]) -> Tensor:
-        _check_sizes(sizes, group.size(), None, group.rank(), dim)
-        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
-        # A copy, so that the caller may change it in place.
-        return x.split(list(sizes), dim)[group.rank()].clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _GatherFromGroup.apply(grad, ctx.group, ctx.dim, ctx.sizes), None, None, None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int] | None) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        ctx.sizes = [x.shape[dim]] * group.size() if sizes is None else sizes
-        return all_gather_dim(x, group, dim, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _ReduceScatterSequence.apply(grad, ctx.group, ctx.dim, ctx.sizes), None, None, None
-
-
-class _ReduceScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int]) -> Tensor:
-        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
-        return reduce_scatter_dim(x, group, dim, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _GatherSequence.apply(grad, ctx.group, ctx.dim, ctx.sizes), None, None, None
-
-
 def _wire(tensor: Tensor) -> Tensor:
     """The same memory, as bytes if backends have no name for its dtype: these can be moved, but not added up."""
     return tensor.view(-1).view(torch.uint8) if tensor.dtype in _NAMELESS else tensor
@@ -392,7 +245,8 @@ def _check_contiguous(tensor: Tensor) -> None:
         )
 
 
-def _check_sizes(sizes: Sequence[int], ranks: int, mine: int | None, rank: int, dim: int) -> None:
+def check_sizes(sizes: Sequence[int], ranks: int, mine: int | None, rank: int, dim: int) -> None:
+    """Raises ValueError unless there is one size for each rank, and that of this rank is ``mine`` (if given)."""
     if len(sizes) != ranks:
         raise ValueError(f"sizes must name one size for each of {ranks} ranks, got {len(sizes)}")
     if mine is not None and sizes[rank] != mine:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import ProcessGroup
+from lightning_parallel.tensor_parallel import mappings
 from lightning_parallel.tensor_parallel.layers import derive_class
 from lightning_parallel.tensor_parallel.linear import column_linears, row_linear
 from lightning_parallel.tensor_parallel.random import RegionState
@@ -143,7 +144,7 @@ def _whole_sequences(query: Tensor, key: Tensor, value: Tensor, state: Attention
     """Under sequence parallelism, all tokens of what is the query; other inputs are whole already."""
     if state.sequence_dim is None:
         return query, key, value
-    whole = comm.gather_sequence(query, state.group, state.sequence_dim)
+    whole = mappings.gather_sequence(query, state.group, state.sequence_dim)
     return whole, whole if key is query else key, whole if value is query else value
 
 
@@ -223,5 +224,5 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: flo
 def _all_heads(weights: Tensor, heads: int, average: bool, state: AttentionState) -> Tensor:
     """Weights of every head, or their mean, equal on every rank."""
     if average:
-        return comm.reduce_from_group(weights.sum(1) / heads, state.group)
-    return comm.gather_from_group(weights, state.group, 1)
+        return mappings.reduce_from_group(weights.sum(1) / heads, state.group)
+    return mappings.gather_from_group(weights, state.group, 1)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel import comm
 from lightning_parallel.comm import ProcessGroup
+from lightning_parallel.tensor_parallel import mappings
 from lightning_parallel.tensor_parallel.layers import derive_class
 
 __all__ = ["convert_experts", "reduce_output", "sum_rotary_gradient"]
@@ -44,18 +44,18 @@ class _SplitExperts(nn.Module):
 
         def copied(value: Any) -> Any:
             wants = isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
-            return comm.copy_to_group(value, group) if wants else value
+            return mappings.copy_to_group(value, group) if wants else value
 
         args = tuple(copied(value) for value in args)
         output: Tensor = super().forward(*args, **{name: copied(value) for name, value in kwargs.items()})
-        return comm.reduce_from_group(output, group)
+        return mappings.reduce_from_group(output, group)
 
 
 def reduce_output(module: nn.Module, group: ProcessGroup) -> Callable[[], None]:
     """Sum a module's output over the group; returns what undoes it."""
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return comm.reduce_from_group(output, group)
+        return mappings.reduce_from_group(output, group)
 
     return module.register_forward_hook(hook).remove
 
@@ -74,6 +74,6 @@ def sum_rotary_gradient(name: str, module: nn.Module, rotary: int, group: Proces
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         latent, turned = output.split([size - rotary, rotary], dim=-1)
-        return torch.cat([latent, comm.copy_to_group(turned, group)], dim=-1)
+        return torch.cat([latent, mappings.copy_to_group(turned, group)], dim=-1)
 
     return module.register_forward_hook(hook).remove

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import ProcessGroup
+from lightning_parallel.tensor_parallel import mappings
 from lightning_parallel.tensor_parallel.linear import column_linears, row_linear
 from lightning_parallel.tensor_parallel.random import RegionState
 from lightning_parallel.tensor_parallel.sharding import ShardSpec
@@ -119,7 +120,7 @@ class OwnColumnForward(ParallelForward):
         state = self._tensor_state
         group = state.live_group()
         x, args, kwargs = _take_input(args, kwargs)
-        x = comm.copy_to_group(x, group) if state.copy_input else x
+        x = mappings.copy_to_group(x, group) if state.copy_input else x
         return _leave_column(self, super().forward(x, *args, **kwargs), state)
 
 
@@ -164,8 +165,8 @@ class OwnRowForward(ParallelForward):
         x, args, kwargs = _take_input(args, kwargs)
         y = super().forward(_enter_row(x, state), *args, **kwargs)
         if state.scatter_dim is not None:
-            return comm.reduce_scatter_sequence(y, group, state.scatter_dim)
-        return comm.reduce_from_group(y, group)
+            return mappings.reduce_scatter_sequence(y, group, state.scatter_dim)
+        return mappings.reduce_from_group(y, group)
 
 
 def _enter_row(x: Tensor, state: LayerState) -> Tensor:
@@ -193,7 +194,7 @@ class VocabForward(ParallelForward):
             y = F.embedding(local, weight, self.padding_idx)
             if outside is not None:
                 y.masked_fill_(outside.unsqueeze(-1), 0)
-        return comm.reduce_from_group_(y, group)
+        return mappings.reduce_from_group_(y, group)
 
 
 class OwnVocabForward(ParallelForward):
@@ -209,7 +210,7 @@ class OwnVocabForward(ParallelForward):
         y = super().forward(local, *args, **kwargs)
         if outside is not None:
             y = y.masked_fill(outside.unsqueeze(-1), 0)
-        return comm.reduce_from_group(y, group)
+        return mappings.reduce_from_group(y, group)
 
 
 def _local_ids(ids: Tensor, state: LayerState) -> tuple[Tensor, Tensor | None]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_parallel import comm
 from lightning_parallel.comm import ProcessGroup
+from lightning_parallel.tensor_parallel import mappings
 
 __all__ = ["autocast_dtype", "column_linears", "row_linear"]
 
@@ -115,12 +116,12 @@ class _ColumnLinears(torch.autograd.Function):
                     weight = weight.t() if transposed else weight
                     dx = grad.mm(weight) if dx is None else dx.addmm_(grad, weight)
         if dx is not None and differentiable:
-            dx = comm.reduce_from_group(dx, group)
+            dx = mappings.reduce_from_group(dx, group)
         elif dx is not None:
             work = comm.all_reduce_(dx, group, async_op=True)
         out: list[Tensor | None] = [None if dx is None else dx.view(ctx.shape), None, None]
         if x is not None:
-            x = _rows(comm.copy_to_group(x, group) if differentiable else x)
+            x = _rows(mappings.copy_to_group(x, group) if differentiable else x)
         for i, grad in enumerate(flat):
             weight_grad, bias_grad = None, None
             if grad is not None and needs[3 + 2 * i]:
@@ -165,7 +166,7 @@ class _RowLinear(torch.autograd.Function):
             grad = comm.all_gather_dim(grad, ctx.group, ctx.scatter_dim, ctx.sizes)
         dbias = _rows(grad).sum(0) if needs[3] else None
         if differentiable:  # under create_graph: what follows differs between the ranks
-            grad = comm.copy_to_group(grad, ctx.group)
+            grad = mappings.copy_to_group(grad, ctx.group)
         grad = _rows(grad)
         dx = dweight = None
         if weight is not None:

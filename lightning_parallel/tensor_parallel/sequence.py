@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import ProcessGroup
+from lightning_parallel.tensor_parallel import mappings
 from lightning_parallel.tensor_parallel.random import RegionState
 from lightning_parallel.tensor_parallel.rules import TensorPlan
 
@@ -116,7 +117,7 @@ class _Hooks:
             if value is stream:
                 return self._scatter(stream) if first else stream
             wants = isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
-            return comm.copy_to_group(value, self.group) if wants else value
+            return mappings.copy_to_group(value, self.group) if wants else value
 
         args, kwargs = tuple(map(changed, args)), {name: changed(value) for name, value in kwargs.items()}
         if module.training:
@@ -129,7 +130,7 @@ class _Hooks:
         self.regions.leave_sharded_region(stream.device)
         if not last:
             return output
-        whole = comm.gather_from_group(stream, self.group, self.dim)
+        whole = mappings.gather_from_group(stream, self.group, self.dim)
         return whole if isinstance(output, Tensor) else (whole, *output[1:])
 
     def enter_region(
@@ -137,7 +138,7 @@ class _Hooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gather the tokens that a region computes on; backward leaves each rank the sum for its own."""
         stream = _first_tensor(args, kwargs)
-        whole = comm.gather_sequence(stream, self.group, self.dim)
+        whole = mappings.gather_sequence(stream, self.group, self.dim)
 
         def changed(value: Any) -> Any:
             return whole if value is stream else value
@@ -152,7 +153,7 @@ class _Hooks:
                 f"sequence_parallel cannot split a sequence of {length} tokens over tensor_parallel_size={ranks}; "
                 f"pad it to {below + ranks}{f' or cut it to {below}' if below else ''}"
             )
-        return comm.scatter_sequence(stream, self.group, self.dim)
+        return mappings.scatter_sequence(stream, self.group, self.dim)
 
 
 def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_parallel import comm
 from lightning_parallel.comm import ProcessGroup
+from lightning_parallel.tensor_parallel import mappings
 from lightning_parallel.tensor_parallel.sharding import ShardSpec
 
 __all__ = ["all_gather_full", "contiguous_sizes", "gather_shards", "shard_tensor", "take_shard", "write_shard"]
@@ -76,13 +77,13 @@ def gather_shards(x: Tensor, spec: ShardSpec, group: ProcessGroup | None) -> Ten
         group: tensor group.
     """
     sizes = contiguous_sizes(spec)
-    return _GatherShards.apply(x, spec, group) if sizes is None else comm.gather_from_group(x, group, -1, sizes)
+    return _GatherShards.apply(x, spec, group) if sizes is None else mappings.gather_from_group(x, group, -1, sizes)
 
 
 def take_shard(x: Tensor, spec: ShardSpec, group: ProcessGroup | None) -> Tensor:
     """This rank's share along the last dimension of activations equal on every rank; backward gathers the gradient."""
     sizes = contiguous_sizes(spec)
-    return _TakeShard.apply(x, spec, group) if sizes is None else comm.split_to_group(x, group, -1, sizes)
+    return _TakeShard.apply(x, spec, group) if sizes is None else mappings.split_to_group(x, group, -1, sizes)
 
 
 class _GatherShards(torch.autograd.Function):

@@ -12,6 +12,7 @@ from lightning_parallel.alone import Alone
 from lightning_parallel.pipeline.boundary import Boundary
 from lightning_parallel.pipeline.outline import Outline, TensorMeta
 from lightning_parallel.pipeline.stand_in import arrival_of
+from lightning_parallel.tensor_parallel import mappings
 from tests.harness import Ranks
 
 
@@ -30,7 +31,7 @@ def every_collective(group: dist.ProcessGroup) -> dict[str, list[float]]:
     dist.all_gather(parts, own, group=group)
     dist.barrier(group)
     x = torch.ones(2, requires_grad=True)
-    gathered = comm.gather_sequence(comm.copy_to_group(x, group), group, 0)
+    gathered = mappings.gather_sequence(mappings.copy_to_group(x, group), group, 0)
     gathered.sum().backward()
     assert x.grad is not None
     tensors = {"whole": whole, "part": part, "total": total, "received": received, "parts": torch.cat(parts)}

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel import comm
+from lightning_parallel.tensor_parallel import mappings
 from tests.distributed.formulas import wave
 from tests.harness import Ranks
 
@@ -38,14 +39,14 @@ def check_copy_and_reduce(rank: int, world_size: int) -> None:
     group = dist.group.WORLD
     weights = [wave(3, 4, phase=r) for r in range(world_size)]
     x = leaf(3, 4)
-    y = comm.copy_to_group(x, group)
+    y = mappings.copy_to_group(x, group)
     close(y, x.detach())
     backward(y, weights[rank])
     close(x.grad, torch.stack(weights).sum(0))
 
     parts = [wave(3, 4, phase=5 + r) for r in range(world_size)]
     part = parts[rank].clone().requires_grad_()
-    total = comm.reduce_from_group(part, group)
+    total = mappings.reduce_from_group(part, group)
     close(total, torch.stack(parts).sum(0))
     close(part, parts[rank])
     backward(total, weights[0])
@@ -70,13 +71,13 @@ def check_gather_and_split_along(rank: int, world_size: int, dim: int, sizes: li
     full, weight = wave(*shape), wave(*shape, phase=1)
     parts, weight_parts = full.split(widths, dim), weight.split(widths, dim)
     x = parts[rank].clone().requires_grad_()
-    y = comm.gather_from_group(x, group, dim, sizes)
+    y = mappings.gather_from_group(x, group, dim, sizes)
     close(y, full)
     backward(y, weight)
     close(x.grad, weight_parts[rank])
 
     x = full.clone().requires_grad_()
-    y = comm.split_to_group(x, group, dim, sizes)
+    y = mappings.split_to_group(x, group, dim, sizes)
     close(y, parts[rank])
     backward(y, weight_parts[rank])
     close(x.grad, weight)
@@ -106,19 +107,19 @@ def check_sequence_along(rank: int, world_size: int, dim: int, length: int) -> N
     weights = [wave(*shape, phase=9 + r) for r in range(world_size)]
 
     x = full[rank].clone().requires_grad_()
-    y = comm.reduce_scatter_sequence(x, group, dim)
+    y = mappings.reduce_scatter_sequence(x, group, dim)
     close(y, torch.stack(full).sum(0).split(sizes, dim)[rank])
     backward(y, weights[0].split(sizes, dim)[rank])
     close(x.grad, weights[0])
 
     x = full[0].split(sizes, dim)[rank].clone().requires_grad_()
-    y = comm.gather_sequence(x, group, dim, sizes)
+    y = mappings.gather_sequence(x, group, dim, sizes)
     close(y, full[0])
     backward(y, weights[rank])
     close(x.grad, torch.stack(weights).sum(0).split(sizes, dim)[rank])
 
     x = full[0].clone().requires_grad_()
-    y = comm.scatter_sequence(x, group, dim)
+    y = mappings.scatter_sequence(x, group, dim)
     close(y, full[0].split(sizes, dim)[rank])
     backward(y, weights[0].split(sizes, dim)[rank])
     close(x.grad, weights[0])
@@ -149,21 +150,21 @@ def check_awkward_gradients(rank: int, world_size: int) -> None:
     group = dist.group.WORLD
     # An expanded gradient, as sum() sends it.
     x = leaf(2, 3)
-    comm.copy_to_group(x, group).sum().backward()
+    mappings.copy_to_group(x, group).sum().backward()
     close(x.grad, torch.full((2, 3), float(world_size), dtype=torch.float64))
     # A transposed one.
     x, weight = leaf(2, 3), wave(3, 2)
-    backward(comm.copy_to_group(x, group).t(), weight)
+    backward(mappings.copy_to_group(x, group).t(), weight)
     close(x.grad, weight.t() * world_size)
     # One that autograd hands to two nodes: reducing it in place would change the other's.
     x, other = leaf(2, 3), leaf(2, 3)
-    backward(comm.copy_to_group(x, group) + other, wave(2, 3, phase=3))
+    backward(mappings.copy_to_group(x, group) + other, wave(2, 3, phase=3))
     close(x.grad, wave(2, 3, phase=3) * world_size)
     close(other.grad, wave(2, 3, phase=3))
     # Accumulated over several backward passes.
     x = leaf(2, 3)
     for step in range(3):
-        backward(comm.copy_to_group(x, group), wave(2, 3, phase=step))
+        backward(mappings.copy_to_group(x, group), wave(2, 3, phase=step))
     close(x.grad, torch.stack([wave(2, 3, phase=step) for step in range(3)]).sum(0) * world_size)
 
 
@@ -177,11 +178,11 @@ def check_changes_in_place(rank: int, world_size: int) -> None:
     group = dist.group.WORLD
     for dim in (0, 1):
         for function in (
-            comm.gather_from_group,
-            comm.split_to_group,
-            comm.gather_sequence,
-            comm.reduce_scatter_sequence,
-            comm.scatter_sequence,
+            mappings.gather_from_group,
+            mappings.split_to_group,
+            mappings.gather_sequence,
+            mappings.reduce_scatter_sequence,
+            mappings.scatter_sequence,
         ):
             x = leaf(3, 3)
             sizes = {"sizes": [3] * world_size} if "gather" in function.__name__ else {}
@@ -192,7 +193,7 @@ def check_changes_in_place(rank: int, world_size: int) -> None:
             close(x, wave(3, 3))
             y.sum().backward()
     x = leaf(3, 3)
-    comm.reduce_from_group(x, group).mul_(2).sum().backward()
+    mappings.reduce_from_group(x, group).mul_(2).sum().backward()
     close(x, wave(3, 3))
     close(x.grad, torch.full((3, 3), 2.0, dtype=torch.float64))
 
@@ -212,7 +213,7 @@ def check_second_derivatives(rank: int, world_size: int) -> None:
         return slope.square().sum()
 
     x, weight = leaf(3), weights[rank].clone().requires_grad_()
-    penalty(x, comm.gather_from_group(weight @ comm.copy_to_group(x, group), group, 0)).backward()
+    penalty(x, mappings.gather_from_group(weight @ mappings.copy_to_group(x, group), group, 0)).backward()
     expected, whole = leaf(3), torch.cat(weights).requires_grad_()
     penalty(expected, whole @ expected).backward()
     assert expected.grad is not None
@@ -298,9 +299,9 @@ def test_large_slices(ranks: Ranks, world_size: int) -> None:
 def check_wrong_sizes(rank: int, world_size: int) -> None:
     group = dist.group.WORLD
     with pytest.raises(ValueError, match="one size for each of 2 ranks, got 3"):
-        comm.split_to_group(wave(6), group, 0, [2, 2, 2])
+        mappings.split_to_group(wave(6), group, 0, [2, 2, 2])
     with pytest.raises(ValueError, match=f"rank {rank} holds 3 along dimension 0, but it holds 2"):
-        comm.gather_from_group(wave(2), group, 0, [3, 3])
+        mappings.gather_from_group(wave(2), group, 0, [3, 3])
 
 
 def test_wrong_sizes(ranks: Ranks) -> None:
@@ -313,7 +314,7 @@ def check_sub_group(rank: int, world_size: int) -> list[float]:
     x = torch.full((2, 1), float(rank))
     # Ranks of broadcasts and transfers are global, the order of gathered slices is that of the group.
     comm.broadcast_(x, 2 + rank % 2, group)
-    y = comm.gather_from_group(torch.full((1,), float(rank)), group, 0)
+    y = mappings.gather_from_group(torch.full((1,), float(rank)), group, 0)
     received = torch.empty(1)
     peer = (rank + 2) % 4
     sent = torch.full((1,), float(rank))
@@ -361,14 +362,14 @@ def test_exchange(ranks: Ranks, world_size: int) -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        comm.copy_to_group,
-        comm.reduce_from_group,
-        comm.reduce_from_group_,
-        lambda x, g: comm.gather_from_group(x, g, 0),
-        lambda x, g: comm.split_to_group(x, g, 0),
-        lambda x, g: comm.scatter_sequence(x, g, 0),
-        lambda x, g: comm.gather_sequence(x, g, 0),
-        lambda x, g: comm.reduce_scatter_sequence(x, g, 0),
+        mappings.copy_to_group,
+        mappings.reduce_from_group,
+        mappings.reduce_from_group_,
+        lambda x, g: mappings.gather_from_group(x, g, 0),
+        lambda x, g: mappings.split_to_group(x, g, 0),
+        lambda x, g: mappings.scatter_sequence(x, g, 0),
+        lambda x, g: mappings.gather_sequence(x, g, 0),
+        lambda x, g: mappings.reduce_scatter_sequence(x, g, 0),
         lambda x, g: comm.all_gather_dim(x, g, 0),
         lambda x, g: comm.reduce_scatter_dim(x, g, 0),
     ],
@@ -381,8 +382,8 @@ def test_no_group_returns_the_very_tensor(function: Callable[[Tensor, None], Ten
 def check_group_of_one(rank: int, world_size: int) -> None:
     group = dist.group.WORLD
     x = wave(4)
-    assert comm.copy_to_group(x, group) is x
-    assert comm.reduce_from_group(x, group) is x
+    assert mappings.copy_to_group(x, group) is x
+    assert mappings.reduce_from_group(x, group) is x
     assert comm.all_reduce_(x, group, async_op=True) is None
     assert comm.broadcast_(x, 0, group) is None
     assert comm.gather_objects(7, group) == [7]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_parallel import comm
+from lightning_parallel.tensor_parallel import mappings
 from lightning_parallel.tensor_parallel.layers import convert_to_column_parallel, convert_to_row_parallel
 from lightning_parallel.tensor_parallel.random import RegionState, advance_philox_, is_region_seed
 from lightning_parallel.tensor_parallel.sharding import split_uneven
@@ -237,10 +237,10 @@ class SplitNorm(nn.Module):
         return self.down(h * self.router(h).sigmoid())
 
     def split(self, x: Tensor, group: Any) -> Tensor:
-        weight, bias = comm.copy_to_group(self.norm.weight, group), comm.copy_to_group(self.norm.bias, group)
-        h = F.layer_norm(comm.scatter_sequence(x + self.position, group, 0), (6,), weight, bias)
-        h = h * F.linear(h, comm.copy_to_group(self.router.weight, group)).sigmoid()
-        features = comm.gather_sequence(h, group, 0)
+        weight, bias = mappings.copy_to_group(self.norm.weight, group), mappings.copy_to_group(self.norm.bias, group)
+        h = F.layer_norm(mappings.scatter_sequence(x + self.position, group, 0), (6,), weight, bias)
+        h = h * F.linear(h, mappings.copy_to_group(self.router.weight, group)).sigmoid()
+        features = mappings.gather_sequence(h, group, 0)
         return self.down(features.split(3, -1)[dist.get_rank()])
 
 
