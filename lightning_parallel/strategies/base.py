@@ -28,7 +28,7 @@ from lightning_parallel.strategies._compat_loops import agree_in_loops, stage_li
 from lightning_parallel.strategies.config import SizeOrAuto, check_flag
 from lightning_parallel.strategies.even_split import even_or_planned
 from lightning_parallel.strategies.failures import FailureWatch
-from lightning_parallel.strategies.left_apart import AFTER_AN_EXCEPTION, AS_ASKED_FOR
+from lightning_parallel.strategies.left_apart import AFTER_AN_EXCEPTION, AS_ASKED_FOR, refuse_left_apart
 from lightning_parallel.strategies.partition import Partition, materialize
 from lightning_parallel.strategies.predictions import PredictionGatherer
 from lightning_parallel.strategies.refusals import note_surroundings, refuse_data, refuse_objects, refuse_options
@@ -149,6 +149,7 @@ class PartitionedStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         """Starts the process group and makes the groups of the layout."""
         refuse_objects(self._trainer())
+        refuse_left_apart(self._module())
         super().setup_environment()
         if self._mesh is None:
             self._mesh = build_mesh(self._choose_layout(), self.root_device, self._timeout)

@@ -36,8 +36,8 @@ def even_or_planned(strategy: Any, even: ParallelLayout, sizes: tuple[Any, Any])
     """The even split, unless the planner can tell that it does not run and what does. Collective over the world.
 
     Not every module shows its sizes: what cannot be read (layers built in `configure_model`, a plan of the user's own,
-    unknown numbers of heads, of samples or of bytes) is not judged. What no layout runs stays with the even split, whose
-    own error is the clearer one.
+    unknown numbers of heads, of samples or of bytes) is not judged. What no layout runs stays with the even split,
+    whose own error is the clearer one.
 
     Args:
         strategy: a `TensorPipelineStrategy` whose processes have started; micro-batches that it left open are planned

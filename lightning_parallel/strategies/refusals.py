@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_parallel.layout import ParallelLayout
-from lightning_parallel.strategies.left_apart import refuse_left_apart
 from lightning_parallel.versions import installed_versions, untested_note
 
 __all__ = ["note_surroundings", "refuse_data", "refuse_module", "refuse_objects", "refuse_options"]
@@ -84,15 +83,12 @@ def refuse_module(
 ) -> None:
     """Raises ValueError if the module's steps cannot run in a pipeline or on micro-batches.
 
-    RuntimeError if an earlier run left it without its weights.
-
     Args:
         module: the user's module.
         layout: sizes of the dimensions.
         micro_batches: parts of a training batch.
         evaluation_micro_batches: parts of a batch in evaluation.
     """
-    refuse_left_apart(module)
     name = type(module).__name__
     if layout.pipeline > 1 and not module.automatic_optimization:
         raise ValueError(
