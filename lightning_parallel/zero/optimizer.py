@@ -78,6 +78,11 @@ class ShardedOptimizer:
         self.sharder.after_step(self.sharder.buckets_of(self.parameters()), works)
 
     def _begin(self) -> None:
+        if self._aside is not None:
+            raise RuntimeError(
+                f"an error has interrupted the last step of {type(self.optimizer).__name__}, which has changed some of "
+                "its shards and not others; go on from a checkpoint"
+            )
         self._enter()
         buckets = self.sharder.buckets_of(self.parameters())
         if self.sharder.storage is not None or any(bucket.is_narrow for bucket in buckets):

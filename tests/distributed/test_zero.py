@@ -11,6 +11,7 @@ from torch import Tensor, nn, optim
 
 from lightning_parallel import comm
 from lightning_parallel.zero.memory import state_bytes
+from lightning_parallel.zero.sharder import ZeroSharder
 from lightning_parallel.zero.states import load_full_state, whole_state
 from tests.distributed.zero_tools import (
     OPTIMIZERS,
@@ -172,16 +173,8 @@ def test_windows_sums_and_zeroing(ranks: Ranks, stage: int) -> None:
         assert last["rarely"] is None
 
 
-def half_precision(rank: int, world_size: int, sums_wide: bool) -> Any:
-    net = Two(torch.bfloat16)
-    optimizer = optim.SGD(net.parameters(), lr=2.0**-12)
-    sharded = sharder(net, [optimizer], sums_wide=sums_wide)
-    losses = [net.often.sum() * (2.0**-8 if rank == 0 else 0.0) for _ in range(512)]
-    sharded_backward(sharded, losses)
-    summed = full_gradients(net, sharded)["often"]
-    gradients = [shard.grad for bucket in sharded.buckets for shard in bucket.shards if shard is not None]
-    kinds = {gradient.dtype for gradient in gradients if gradient is not None}
-    optimizer.zero_grad()
+def small_steps(net: Two, optimizer: optim.Optimizer, sharded: ZeroSharder, rank: int) -> tuple[Any, Any, Any]:
+    """Values after 16 steps, the state at that time, and values after somebody's writing; then the state is loaded."""
     for _ in range(16):  # steps too small for bfloat16 to notice near 1
         sharded_backward(sharded, [net.rarely.sum() * (rank + 1)])
         optimizer.step()
@@ -195,10 +188,24 @@ def half_precision(rank: int, world_size: int, sums_wide: bool) -> Any:
     optimizer.step()
     written = values(net)["rarely"]
     load_full_state(sharded.optimizers[0], saved)
+    return small, saved["state"], written
+
+
+def half_precision(rank: int, world_size: int, sums_wide: bool) -> Any:
+    net = Two(torch.bfloat16)
+    optimizer = optim.SGD(net.parameters(), lr=2.0**-12)
+    sharded = sharder(net, [optimizer], sums_wide=sums_wide)
+    losses = [net.often.sum() * (2.0**-8 if rank == 0 else 0.0) for _ in range(512)]
+    sharded_backward(sharded, losses)
+    summed = full_gradients(net, sharded)["often"]
+    gradients = [shard.grad for bucket in sharded.buckets for shard in bucket.shards if shard is not None]
+    kinds = {gradient.dtype for gradient in gradients if gradient is not None}
+    optimizer.zero_grad()
+    small, saved, written = small_steps(net, optimizer, sharded, rank)
     with whole_state(sharded.optimizers[0], dist.group.WORLD, keep=True):
         loaded = plain_state(optimizer)
     sharded.close()
-    return summed, kinds, small, saved["state"], written, loaded["state"], net.rarely.dtype
+    return summed, kinds, small, saved, written, loaded["state"], net.rarely.dtype
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, optim
 
+from lightning_parallel.zero.disk_storage import DiskStorage
 from lightning_parallel.zero.gathering import UnitGatherer
 from lightning_parallel.zero.memory import offloaded_bytes
 from lightning_parallel.zero.offload import Offload
 from lightning_parallel.zero.sharder import ShardOptions, ZeroSharder
-from lightning_parallel.zero.states import load_full_state, whole_state
+from lightning_parallel.zero.states import whole_state
 from lightning_parallel.zero.unit_sharder import UnitSharder
-from tests.distributed.test_zero import Chain, Two, full_gradients, reference, storages, train
+from tests.distributed.test_zero import Chain, Two, full_gradients, reference, small_steps, storages, train
+from tests.distributed.test_zero3 import backward, sharded
 from tests.distributed.zero_tools import OPTIMIZERS, plain_state, sharded_backward, sharder, values
 from tests.harness import Ranks
 
@@ -154,25 +156,13 @@ def half_precision(rank: int, world_size: int, kind: str, folder: str) -> Any:
     net = Two(torch.bfloat16)
     optimizer = optim.SGD(net.parameters(), lr=2.0**-12, momentum=0.0)
     sharded = sharder(net, [optimizer], **offload(kind, folder))
-    for _ in range(16):  # steps too small for bfloat16 to notice near 1
-        sharded_backward(sharded, [net.rarely.sum() * (rank + 1)])
-        optimizer.step()
-        optimizer.zero_grad()
-    small = values(net)["rarely"]
-    with whole_state(sharded.optimizers[0], dist.group.WORLD, keep=True):
-        saved = plain_state(optimizer)
-    with torch.no_grad():
-        net.rarely[1:3] = 7.0  # somebody writes into the parameter
-    sharded_backward(sharded, [net.rarely.sum() * (rank + 1)])
-    optimizer.step()
-    written = values(net)["rarely"]
-    load_full_state(sharded.optimizers[0], saved)
+    small, saved, written = small_steps(net, optimizer, sharded, rank)
     assert sharded.storage is not None
     assert sharded.storage.buffers.nbytes < 64, "what was loaded is where it stays"
     sharded.close()
     with whole_state(sharded.optimizers[0], dist.group.WORLD, keep=True):
         loaded = plain_state(optimizer)
-    return small, saved["state"], written, loaded["state"]
+    return small, saved, written, loaded["state"]
 
 
 @pytest.mark.parametrize("kind", ["cpu", "nvme"])
@@ -261,3 +251,43 @@ def test_bytes_on_device_host_and_disk(ranks: Ranks, kind: str, stage: int, dtyp
         if kind == "nvme":
             assert found["between"] < 0.01, "nothing but step counts stays"
             assert found["during"] <= staged * 1.02
+
+
+def parameters_elsewhere(rank: int, world_size: int, kind: str, dtype: torch.dtype, folder: str) -> Any:
+    """Bytes per parameter between two steps of stage 3, and of the buffers that the steps needed."""
+    net = Chain(WIDTH, DEPTH, dtype)
+    count = sum(p.numel() for p in net.parameters())
+    optimizer = optim.AdamW(net.parameters(), lr=0.01)
+    sharder = sharded(net, [optimizer], **offload(kind, folder, parameters=True))
+    for _ in range(3):
+        optimizer.zero_grad()
+        with sharder.step("train"):
+            loss = net.layers(torch.ones(2, WIDTH, dtype=dtype)).sum()
+        backward(sharder, loss)
+        gradients: list[Any] = [s.grad for b in sharder.buckets for s in b.shards if s is not None]
+        optimizer.step()
+    state = [v for entry in optimizer.state.values() for key, v in entry.items() if key != "step"]
+    masters = [bucket.master for bucket in sharder.buckets if bucket.has_master]
+    storage = sharder.storage
+    return {
+        "device": storages([*net.parameters(), *[bucket.values for bucket in sharder.buckets]]) / count,
+        "host": storages([*gradients, *state, *masters, *[bucket.own for bucket in sharder.buckets]]) / count,
+        "disk": sum(f.stat().st_size for f in Path(folder).glob(f"*rank-{rank}/state.bin")) / count,
+        "lent": storage.shelf.loans.nbytes / count if isinstance(storage, DiskStorage) else 0.0,
+        "stepped": storage.buffers.nbytes / count if storage is not None else None,
+    }
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("cpu", torch.float32), ("nvme", torch.bfloat16)])
+def test_parameters_leave_the_device_between_steps(ranks: Ranks, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    expected = offloaded_bytes(kind, 3, 2, dtype.itemsize, parameters=True)
+    share = dtype.itemsize / DEPTH / 2
+    for found in ranks(2, parameters_elsewhere, kind, dtype, str(tmp_path)):
+        assert found["device"] < 0.01
+        assert found["host"] == pytest.approx(expected.host, rel=0.02)
+        assert found["disk"] == pytest.approx(expected.disk, rel=0.02)
+        if kind == "cpu":
+            assert found["stepped"] == 0, "values are stepped where they are"
+        else:
+            assert found["lent"] <= 4 * share, "shares of the units that are here, and of the next one"
+            assert found["stepped"] <= 3 * 7 * share * 1.02, "three buckets: values, float32 copies, two moments"

@@ -31,7 +31,7 @@ from tests.glue.test_training_optimizers import (
     windows_twice,
 )
 from tests.glue.test_training_parameters import by_sample, frozen, sometimes
-from tests.glue.test_training_precision import Scaled, overflows
+from tests.glue.test_training_precision import Scaled, exact_bf16_true, overflows
 from tests.glue.training import GPT, fit
 from tests.harness import Ranks
 
@@ -101,6 +101,12 @@ def test_manual_optimization_whole_parameters_freezing_and_scaling(
     ranks: Ranks, scenario: Scenario, stage: int
 ) -> None:
     check(ranks, scenario, (1, 1, 2), plan="auto", zero_stage=stage)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_in_the_dtype_of_parameters(ranks: Ranks, stage: int) -> None:
+    zero = ZeroConfig(stage, gradient_dtype="parameter")
+    check(ranks, exact_bf16_true, (1, 1, 2), atol=0, plan="auto", zero_stage=zero)
 
 
 def clip_both(site: Site) -> Any:
@@ -236,6 +242,8 @@ def test_names_of_other_worlds() -> None:
     assert ZeroStrategy(ZeroConfig(3, prefetch=2)).zero_config.prefetch == 2
     with pytest.raises(ValueError, match="offload='cpu' is given beside a ZeroConfig; set it there"):
         ZeroStrategy(ZeroConfig(3), offload="cpu")
+    with pytest.raises(ValueError, match="gradient_dtype='bf16' is unknown; use 'float32' or 'parameter'"):
+        ZeroConfig(2, gradient_dtype="bf16")
     with pytest.raises(ValueError, match="prefetch=-1 is not a number of blocks; use 0 or more"):
         ZeroConfig(3, prefetch=-1)
 

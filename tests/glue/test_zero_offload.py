@@ -22,7 +22,7 @@ from tests.glue.test_training_optimizers import WithAdamW, WithGroups, adversari
 from tests.glue.test_training_parameters import frozen, sometimes
 from tests.glue.test_training_precision import overflows
 from tests.glue.test_whole_view import everything, replacing
-from tests.glue.test_zero import bursts, hooks
+from tests.glue.test_zero import bursts, hooks, resumed
 from tests.glue.test_zero3 import penalized
 from tests.glue.training import fit
 from tests.harness import Ranks
@@ -76,16 +76,6 @@ def test_training(ranks: Ranks, scenario: Scenario, layout: Layout, zero: ZeroCo
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
-def resumed(site: Site, folder: Path, sources: list[Path]) -> Any:
-    """The whole run, which leaves its files, and the rest of a run from every source."""
-    found = [train(site, folder, TiedGPT())]
-    for number, source in enumerate(sources):
-        own = folder / str(number)
-        own.mkdir(exist_ok=True)
-        found.append(train(site, own, TiedGPT(), source, saves=False))
-    return found
-
-
 def test_f31_files_hold_what_is_in_memory_and_on_disk_and_runs_continue(ranks: Ranks, tmp_path: Path) -> None:
     """Saved in the middle, inside an accumulation window, and when the run is over."""
     plain, own, disk = tmp_path / "plain", tmp_path / "own", tmp_path / "disk"

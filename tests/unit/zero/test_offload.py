@@ -75,14 +75,40 @@ def test_a_part_keeps_its_size() -> None:
         layout.place(1, "exp_avg", -1)
 
 
-@given(st.sampled_from(["cpu", "nvme"]), st.integers(1, 3), st.integers(1, 64), st.sampled_from([2, 4]))
-def test_offload_moves_bytes_and_loses_none(kind: str, stage: int, ranks: int, parameter_bytes: int) -> None:
-    states = state_bytes(stage, ranks, parameter_bytes)
-    found = offloaded_bytes(kind, stage, ranks, parameter_bytes)
-    extra = 4 / ranks if stage == 1 else 0  # the gradient's share is on the host besides its buffer on the device
+sizes = st.sampled_from([(4, 4), (2, 4), (2, 2)])
+"""Bytes of a parameter, and of its gradient."""
+
+
+@given(st.sampled_from(["cpu", "nvme"]), st.integers(1, 3), st.integers(1, 64), sizes)
+def test_offload_moves_bytes_and_loses_none(kind: str, stage: int, ranks: int, size: tuple[int, int]) -> None:
+    parameter, gradient = size
+    states = state_bytes(stage, ranks, parameter, gradient_bytes=gradient)
+    found = offloaded_bytes(kind, stage, ranks, parameter, gradient_bytes=gradient)
+    extra = gradient / ranks if stage == 1 else 0  # a share of it is on the host besides its buffer on the device
     assert found.device + found.host + found.disk == pytest.approx(states.total + extra)
     assert found.disk == (states.optimizer if kind == "nvme" else 0)
-    assert (found.down, found.up) == pytest.approx(((4 + parameter_bytes) / ranks, parameter_bytes / ranks))
+    assert (found.down, found.up) == pytest.approx(((gradient + parameter) / ranks, parameter / ranks))
+
+
+@given(st.sampled_from(["cpu", "nvme"]), st.integers(1, 64), sizes)
+def test_offloaded_parameters_leave_nothing_on_the_device(kind: str, ranks: int, size: tuple[int, int]) -> None:
+    parameter, gradient = size
+    states = state_bytes(3, ranks, parameter, gradient_bytes=gradient)
+    found = offloaded_bytes(kind, 3, ranks, parameter, gradient_bytes=gradient, parameters=True)
+    assert found.device == 0
+    assert found.host + found.disk == pytest.approx(states.total)
+    assert found.disk == pytest.approx(states.optimizer + states.parameters if kind == "nvme" else 0)
+    with pytest.raises(
+        ValueError, match="stage 2 of ZeRO has whole parameters on every device; offload those of stage 3"
+    ):
+        offloaded_bytes(kind, 2, ranks, parameters=True)
+
+
+@given(st.integers(1, 64))
+def test_bytes_of_mixed_precision_as_published(n: int) -> None:
+    """Rajbhandari et al. 2020: gradients of 2 bytes, float32 copies and Adam's moments of 12."""
+    found = [state_bytes(stage, n, parameter_bytes=2, gradient_bytes=2).total for stage in (1, 2, 3)]
+    assert found == pytest.approx([4 + 12 / n, 2 + 14 / n, 16 / n])
 
 
 def test_offload_of_7_billion_parameters() -> None:

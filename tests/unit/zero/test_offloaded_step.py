@@ -84,6 +84,30 @@ def test_f31_a_run_after_a_killed_one_neither_reads_its_file_nor_trips_over_it(t
 
 
 @pytest.mark.parametrize("kind", ["cpu", "nvme"])
+def test_nothing_goes_on_from_a_step_that_an_error_has_interrupted(kind: str, tmp_path: Path) -> None:
+    """It would go on with the buckets that were in memory, and leave the others as they are."""
+    members = parameters()
+    optimizer = optim.AdamW(members, lr=0.5)
+    sharded = sharder(members, optimizer, kind, tmp_path)
+
+    def fails(*args: Any) -> None:
+        raise ArithmeticError("in a hook of the user's")
+
+    handle = optimizer.register_step_pre_hook(fails)
+    backward(sharded, members)
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+    handle.remove()
+    with pytest.raises(RuntimeError, match="an error has interrupted the last step of AdamW, which has changed some"):
+        optimizer.step()
+    sharded.close()
+    assert [p for group in optimizer.param_groups for p in group["params"]] == members
+    assert sharded.storage is not None
+    sharded.storage.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["cpu", "nvme"])
 def test_closures_and_hooks_are_called_once_and_groups_come_back(kind: str, tmp_path: Path) -> None:
     members, plain = parameters(), parameters()
     optimizer = optim.AdamW([{"params": members[:3], "lr": 0.5}, {"params": members[3:], "lr": 0.1}])
