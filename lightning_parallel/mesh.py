@@ -85,6 +85,10 @@ class Mesh:
         """Whether this rank computes the loss."""
         return self.stage == self.layout.pipeline - 1
 
+    def groups_by_id(self) -> dict[int, dist.ProcessGroup]:
+        """Every group that exists yet, for copies of modules, which go on using those that modules refer to."""
+        return {id(group): group for group in vars(self).values() if isinstance(group, dist.ProcessGroup)}
+
     def rank_of_stage(self, stage: int) -> int:
         """Global rank of another stage of the same replica and tensor index."""
         here = self.coordinate

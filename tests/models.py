@@ -6,6 +6,7 @@ All weights are set by formula. A step takes a micro-batch of `make_batch` and r
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -490,6 +491,33 @@ class NumberGPT(ListGPT):
         return x
 
 
+@dataclass
+class State:
+    """What blocks hand on, in a class that nobody knows how to take apart."""
+
+    hidden: Tensor
+    depth: int = 0
+
+
+class ObjectBlock(Block):
+    """Takes and returns an object."""
+
+    def forward(self, state: State) -> State:  # type: ignore[override]
+        return State(super().forward(state.hidden), state.depth + 1)
+
+
+class ObjectGPT(ListGPT):
+    """Blocks that pass an object on."""
+
+    block = ObjectBlock
+
+    def run(self, x: Tensor, ids: Tensor) -> Tensor:
+        state = State(x)
+        for block in self.blocks:
+            state = block(state)
+        return state.hidden
+
+
 class CommonGPT(ListGPT):
     """Almost all parameters are used by every block."""
 
@@ -615,6 +643,7 @@ REFUSED: dict[str, tuple[Callable[[], Task], str]] = {
     "reversed": (ReversedGPT, r"must each run once, in order, but the step ran: blocks\.4, blocks\.3"),
     "uncalled": (UncalledGPT, "but the step ran: none of them"),
     "disconnected": (DisconnectedGPT, r"blocks\.2 does not receive the output of blocks\.1"),
+    "object": (ObjectGPT, r"blocks\.0 returns State, which cannot be sent to another stage; return tensors, or tuples"),
     "number": (NumberGPT, r"blocks\.0 returns no tensor"),
     "common": (CommonGPT, "of the parameters would have to live on several stages"),
 }

@@ -18,10 +18,20 @@ from lightning_parallel.comm import ProcessGroup
 from lightning_parallel.pipeline.outline import Outline, TensorMeta
 from lightning_parallel.pipeline.placeholder import PipelineCutError
 
-__all__ = ["Boundary", "BoundaryLink"]
+__all__ = ["Boundary", "BoundaryLink", "strangers_in"]
 
 _MAX_KNOWN = 256
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.Size)
+
+
+def strangers_in(value: Any) -> list[str]:
+    """Types of what cannot travel in a nested value: neither tensors nor plain values.
+
+    >>> strangers_in((torch.ones(1), {"depth": 2}, object()))
+    ['object']
+    """
+    leaves = tree_flatten(value)[0]
+    return sorted({type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_PLAIN))})
 
 
 class _Enter(torch.autograd.Function):
@@ -143,9 +153,9 @@ class BoundaryLink:
             PipelineCutError: it holds something that cannot travel, or no tensor at all.
         """
         leaves, spec = tree_flatten(value)
-        strangers = {type(x).__name__ for x in leaves if not isinstance(x, (torch.Tensor, *_PLAIN))}
+        strangers = strangers_in(leaves)
         if strangers:
-            raise PipelineCutError(f"{block} returns {', '.join(sorted(strangers))}, which cannot be sent to a stage")
+            raise PipelineCutError(f"{block} returns {', '.join(strangers)}, which cannot be sent to a stage")
         if not any(isinstance(x, torch.Tensor) for x in leaves):
             raise PipelineCutError(f"{block} returns no tensor, so that the next stage would receive nothing")
         return Boundary([x.contiguous() if isinstance(x, torch.Tensor) else x for x in leaves], spec, outlines)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from lightning_parallel.pipeline.boundary import strangers_in
 from lightning_parallel.pipeline.operators import FACTORIES, OneHotByShape, data_read_by, operator_name, written_by
 from lightning_parallel.pipeline.outline import Outline
 from lightning_parallel.pipeline.trace import WRITE, BlockUse, StepTrace
@@ -121,6 +122,7 @@ class _Observer:
         self.trace = StepTrace([BlockUse() for _ in names])
         self.saved: list[tuple[torch.Tensor, Source]] = []
         self.outlines: list[Outline] = []
+        self.is_strange = False
 
     def before_block(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         taint, use = self.taint, self.trace.blocks[index]
@@ -153,10 +155,17 @@ class _Observer:
         taint.inside, taint.where = None, f"after {self.names[index]}"
         # Who uses the block's value is told from who uses the argument that it is or was written into.
         out = tree_map_only(torch.Tensor, lambda t: t if _storage(t) in computed else t.clone(), out)
-        self.outlines.append(Outline.of(out))
-        outputs = _tensors(out)
-        if not outputs:
+        outputs, strangers = _tensors(out), strangers_in(out)
+        if strangers and not self.is_strange and index < len(self.names) - 1:
+            self.is_strange = True  # the others return the same
+            self.trace.problems.append(
+                f"{self.names[index]} returns {', '.join(strangers)}, which cannot be sent to another stage; return "
+                "tensors, or tuples, lists and dicts of them"
+            )
+        elif not outputs and not strangers:
             self.trace.problems.append(f"{self.names[index]} returns no tensor")
+        if not strangers:
+            self.outlines.append(Outline.of(out))
         for tensor in outputs:
             taint.set(tensor, frozenset({own}))
         taint.touched = NOTHING

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lightning_parallel.parameters import ParameterTag
+from lightning_parallel.strategies.optimizer_trial import Scope, scope_of_step
 from lightning_parallel.zero.placement import NEEDS_WHOLE_MODEL
 
 __all__ = ["refuse_optimizers"]
@@ -42,11 +43,23 @@ def refuse_optimizers(
                 "and pipeline_parallel_size=1, or an optimizer such as AdamW"
             )
         split = next((name for name in _parameter_names(optimizer, names) if tags[name].shard is not None), None)
-        if split is not None and kinds & _WHOLE_TENSORS:
+        scope = _scope(optimizer) if ranks > 1 else Scope.ELEMENT
+        if scope is Scope.MODEL:
+            raise ValueError(
+                f"a step of {kind} depends on all parameters at once, but {ranks} ranks share the model; use "
+                "tensor_parallel_size=1 and pipeline_parallel_size=1, or an optimizer such as AdamW"
+            )
+        if split is not None and (kinds & _WHOLE_TENSORS or scope is Scope.TENSOR):
             raise ValueError(
                 f"{kind} needs whole tensors, but {split} of shape {tags[split].shape} is split over the tensor ranks; "
                 "use tensor_parallel_size=1, or an optimizer that works on each element such as AdamW"
             )
+
+
+def _scope(optimizer: Any) -> Scope | None:
+    """Torch's own optimizers are known; others are tried."""
+    inner = getattr(optimizer, "_optimizer", optimizer)
+    return Scope.ELEMENT if type(inner).__module__.startswith("torch.optim.") else scope_of_step(inner)
 
 
 def _parameter_names(optimizer: Any, names: Mapping[int, str]) -> list[str]:

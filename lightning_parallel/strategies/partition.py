@@ -182,7 +182,7 @@ class Partition:
                 state dict is whole again so that callbacks can save it.
         """
         for holder, attribute, whole in copies:
-            shards = self.shards.split_copy(whole, lambda: _compat.copy_module(self.module, {}))
+            shards = self.shards.split_copy(whole, lambda: _compat.copy_module(self.module, self.mesh.groups_by_id()))
             self.copies.append((holder, attribute, shards, shards.show_whole()))
             setattr(holder, attribute, shards.module)
 
@@ -208,7 +208,7 @@ class Partition:
             self.module.get_submodule(name).set_extra_state(value)
         _compat.set_module_device(self.module, torch.device("cpu"))
         for holder, attribute, values in copies:
-            setattr(holder, attribute, _compat.copy_module(self.module, {}))
+            setattr(holder, attribute, _compat.copy_module(self.module, self.mesh.groups_by_id()))
             _set_values(getattr(holder, attribute), *values)
         if self.units is not None:
             self.units.forget_values()
@@ -269,7 +269,7 @@ def make_partition(
         )
         if stages == 1:
             return tensor_plan, None
-        trace = observe_step(module, blocks, step, batch(), {})
+        trace = observe_step(module, blocks, step, batch(), mesh.groups_by_id())
         return tensor_plan, plan_pipeline(module, blocks, trace, stages)
 
     tensor_plan, cut_plan = agree(mesh.world, plan)

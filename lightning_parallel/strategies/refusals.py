@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -81,7 +82,7 @@ def refuse_objects(trainer: Trainer) -> None:
 def refuse_module(
     module: LightningModule, layout: ParallelLayout, micro_batches: int, evaluation_micro_batches: int
 ) -> None:
-    """Raises ValueError if the module's steps cannot run in a pipeline or on micro-batches.
+    """Raises ValueError if the module's shapes are unknown, or its steps cannot run in a pipeline or on micro-batches.
 
     Args:
         module: the user's module.
@@ -90,6 +91,11 @@ def refuse_module(
         evaluation_micro_batches: parts of a batch in evaluation.
     """
     name = type(module).__name__
+    lazy = next((key for key, p in module.named_parameters() if nn.parameter.is_lazy(p)), None)
+    if lazy is not None:
+        raise ValueError(
+            f"{name} has a lazy layer with {lazy} of unknown shape; run it once on a batch before the trainer"
+        )
     if layout.pipeline > 1 and not module.automatic_optimization:
         raise ValueError(
             f"{name} uses manual optimization, which works with pipeline_parallel_size=1 only "

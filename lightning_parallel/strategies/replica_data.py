@@ -126,6 +126,16 @@ class ReplicaData:
             f"give every replica the same number of batches, for example limit_train_batches={number}"
         )
 
+    def require_batch(self, batch: Any) -> None:
+        """Before something is planned with the first training batch. Collective over the world.
+
+        Raises:
+            ValueError: there is none, on some replicas or on all.
+        """
+        self.agree_to_start("train", batch is not None)
+        if batch is None:
+            raise ValueError("the training data has no batch, but how to share the steps is planned with its first one")
+
     # -------------------------------------------------------------- evaluation
     def agree_to_start(self, stage: str, has_batch: bool) -> None:
         """Before the first step of a stage. Collective over the world.

@@ -156,7 +156,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
         """A batch as `training_step` will see it."""
         with self._random_state_kept():
             batch = _compat.example_training_batch(trainer)
-            self._replica_data.agree_to_start("train", batch is not None)
+            self._replica_data.require_batch(batch)
             batch = before_transfer(trainer, self.precision_plugin.convert_input(batch))
             batch = self.batch_to_device(batch)
         if _compat.is_resuming(trainer):

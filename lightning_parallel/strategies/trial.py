@@ -120,8 +120,7 @@ class StepTrial:
         return 0 if sharder.options.offload is not None else -(-numel // self.mesh.layout.data)
 
     def _walk(self, samples: int) -> _TrialWalk:
-        groups = [group for group in vars(self.mesh).values() if isinstance(group, comm.ProcessGroup)]
-        shared = {id(kept): kept for kept in (*self._partition.module.parameters(), *groups)}
+        shared = {**{id(p): p for p in self._partition.module.parameters()}, **self.mesh.groups_by_id()}
         clone: Any = _compat.copy_module(self._partition.module, shared)
         clone.trainer = self.trainer
         clone.train()

@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -181,8 +181,12 @@ def _materialised(call: Call, module: nn.Module, material: Material) -> Call:
             return made[id(value)]
         if type(value) in (tuple, list):
             return type(value)(real(item) for item in value)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(real(item) for item in value))
         if type(value) is dict:
             return {key: real(item) for key, item in value.items()}
+        if is_dataclass(value) and not isinstance(value, type):
+            return replace(value, **{f.name: real(getattr(value, f.name)) for f in fields(value) if f.init})
         return value
 
     def given(name: str, value: Any) -> Any:

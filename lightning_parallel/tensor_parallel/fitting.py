@@ -117,7 +117,9 @@ def fit_region(subject: Subject) -> Region:
 def structure_key(subject: Subject) -> object:
     """Equal for regions that differ in nothing that a fit depends on, such as the same module in another block."""
     module = subject.module
-    layers = tuple((name, type(child), _plain_attributes(child)) for name, child in module.named_modules())
+    layers = tuple(
+        (name, type(child), _plain_attributes(child), _own_forward(child)) for name, child in module.named_modules()
+    )
     shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters(remove_duplicate=False))
     bench = subject.bench()
     shards = tuple(sorted((name, spec) for name, spec in bench.shards.items()))
@@ -133,6 +135,14 @@ def has_dropout(module: nn.Module) -> bool:
         if any(rate > 0 for rate in rates):
             return True
     return False
+
+
+def _own_forward(module: nn.Module) -> tuple[object, bool] | None:
+    """A forward that was replaced on the object, and whether it is the object's own method."""
+    forward = vars(module).get("forward")
+    if forward is None:
+        return None
+    return getattr(forward, "__func__", forward), getattr(forward, "__self__", None) is module
 
 
 def _plain_attributes(module: nn.Module) -> tuple[tuple[str, object], ...]:

@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_parallel.tensor_parallel.local_shapes import LocalShape, LocalViews, local_arguments
 from lightning_parallel.tensor_parallel.rules import HeadPatch, is_conv1d
@@ -93,6 +95,8 @@ class Rehearsal:
         self._readers.setdefault(id(args[0]), []).append(name)
 
     def _record_output(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if isinstance(output, FakeTensor):
+            raise Mismatch("its arguments are objects whose tensors cannot be replaced")
         self.row_outputs.append(output.detach())
 
     def stand_in_names(self) -> tuple[str, ...]:
@@ -236,13 +240,12 @@ def _clone(module: nn.Module, prefix: str, tensor: Callable[[str, Tensor], Tenso
     if id(module) in seen:
         clone: nn.Module = seen[id(module)]
         return clone
-    if "forward" in vars(module):
+    own = vars(module).get("forward")
+    if own is not None and getattr(own, "__self__", None) is not module:
         raise Mismatch(f"the forward of its {type(module).__name__} is replaced on the instance")
     clone = type(module).__new__(type(module))
     seen[id(module)] = clone
-    state: dict[str, Any] = {
-        key: copy.copy(value) if isinstance(value, (dict, list, set)) else value for key, value in vars(module).items()
-    }
+    state: dict[str, Any] = {key: _copied(value, module, clone) for key, value in vars(module).items()}
     for key in [key for key in state if "_hooks" in key]:
         state[key] = type(state[key])()
     state["_compiled_call_impl"] = None
@@ -257,6 +260,12 @@ def _clone(module: nn.Module, prefix: str, tensor: Callable[[str, Tensor], Tenso
         }
     vars(clone).update(state)
     return clone
+
+
+def _copied(value: Any, module: nn.Module, clone: nn.Module) -> Any:
+    if isinstance(value, MethodType) and value.__self__ is module:
+        return MethodType(value.__func__, clone)
+    return copy.copy(value) if isinstance(value, (dict, list, set)) else value
 
 
 def _converted(name: str, old: Tensor, tensor: Callable[[str, Tensor], Tensor], seen: dict[int, Any]) -> Tensor:

@@ -143,6 +143,19 @@ class WholeTensor(torch.Tensor):
         """None: only parameters have gradients here."""
         return None
 
+    def register_hook(self, hook: Callable[..., Any]) -> Any:
+        """Refused: steps compute with the part, which a hook on the whole would never see.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "hooks on gradients can be registered before ranks hold parts only, in __init__, configure_model or setup; "
+            "in later hooks read p.grad, for example in on_before_optimizer_step"
+        )
+
+    register_post_accumulate_grad_hook = register_hook
+
     def numpy(self, *, force: bool = False) -> Any:
         """A copy as a NumPy array."""
         return self._whole().cpu().numpy()

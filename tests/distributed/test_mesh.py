@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,6 +55,10 @@ def check_place(mesh: Mesh, layout: ParallelLayout, rank: int) -> None:
     assert (mesh.stage, mesh.data_rank, mesh.tensor_rank) == (here.pipeline, here.data, here.tensor)
     assert mesh.coordinate == here
     assert mesh.is_last_stage == (here.pipeline == layout.pipeline - 1)
+    holder = SimpleNamespace(group=mesh.data, plain=[1])
+    copied = copy.deepcopy(holder, mesh.groups_by_id())
+    assert copied.group is mesh.data
+    assert copied.plain is not holder.plain
     found = [mesh.rank_of_stage(stage) for stage in range(layout.pipeline)]
     assert found == list(next(ranks for ranks in layout.pipeline_groups() if rank in ranks))
 

@@ -91,9 +91,11 @@ def refused(site: Site) -> dict[str, str]:
         "shorter than announced": one(site, Boastful(range(FEW)), Boastful(range(COUNT))),
         "a batch that is None": one(site, Samples(8), Samples(8), collate_fn=Holes() if is_last(site) else None),
     }
+    if "zero_stage" not in site.options:  # a pipeline is planned with a batch
+        training["nothing at all"] = one(site, none, none)
     for name, loader in training.items():
         trainer = site.trainer(use_distributed_sampler=False, max_epochs=3)
-        with pytest.raises(ValueError, match="replica") as error:
+        with pytest.raises(ValueError, match="replica|planned") as error:
             trainer.fit(Several(), loader)
         found[name] = str(error.value)
     evaluation = {"empty stream": one(site, none, some), "empty data": one(site, Samples(0), Samples(FEW))}
@@ -122,6 +124,7 @@ TEXTS = {
     "the same number of batches, for example limit_train_batches=2",
     "a batch that is None": "batch 3 of this epoch is None on some replicas, which would leave its step out alone; let "
     "the data give a batch to each replica, or None to all",
+    "nothing at all": "the training data has no batch, but how to share the steps is planned with its first one",
     "validate, empty stream": f"the validation {NONE}",
     "validate, empty data": f"the validation {NONE}",
     "validate, second": "validation dataloader 1 has no batch on replica 1 of 2; give each at least one batch",
@@ -141,6 +144,7 @@ def test_missing_batches_are_told_on_every_rank(ranks: Ranks, layout: Layout, op
     expected = dict(TEXTS)
     if layout[1] == 1:  # no batch is looked at before the first step
         expected["empty stream"] = TEXTS["empty later"]
+        del expected["nothing at all"]
     assert found == [expected] * len(found)
 
 

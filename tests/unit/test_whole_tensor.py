@@ -234,3 +234,10 @@ def test_data_of_another_shape_is_refused() -> None:
     stand_in, _, _ = pair()
     with pytest.raises(ValueError, match=r"shape \(3, 4\) cannot be replaced by a tensor of shape \(4,\)"):
         stand_in.data = torch.zeros(4)
+
+
+def test_hooks_on_gradients_are_refused() -> None:
+    stand_in, _, _ = pair()
+    for register in (stand_in.register_hook, stand_in.register_post_accumulate_grad_hook):
+        with pytest.raises(RuntimeError, match="before ranks hold parts only, in __init__, configure_model or setup"):
+            register(lambda *args: None)
