@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -15,7 +15,20 @@ from rich.table import Table
 if TYPE_CHECKING:
     Subcommands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["Answer", "add_command", "show", "show_parts", "standard_console", "table"]
+__all__ = [
+    "Answer",
+    "add_command",
+    "amount",
+    "count",
+    "positive",
+    "show",
+    "show_parts",
+    "standard_console",
+    "table",
+    "up_to",
+]
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,36 @@ def add_command(
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     parser.set_defaults(answer=answer)
     return parser
+
+
+def count(text: str) -> int:
+    """The type of arguments that count something: 1 to a billion."""
+    return _within(text, int, 1, 10**9)
+
+
+def up_to(most: int) -> Callable[[str], int]:
+    """The type of arguments that say how large an example is that is printed whole."""
+    return lambda text: _within(text, int, 1, most)
+
+
+def positive(text: str) -> float:
+    """The type of sizes and rates."""
+    return _within(text, float, 1e-9, 1e20)
+
+
+def amount(text: str) -> float:
+    """The type of what there may also be none of."""
+    return _within(text, float, 0.0, 1e20)
+
+
+def _within(text: str, kind: Callable[[str], Number], low: Number, high: Number) -> Number:
+    try:
+        value = kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no {'whole ' if kind is int else ''}number") from None
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text} is not within {low:g} .. {high:g}")
+    return value
 
 
 # Columns of a log or a pipe: figures must not be cut to the 80 that rich takes for them.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_parallel.commands.answer import Answer, add_command, table
+from lightning_parallel.commands.answer import Answer, add_command, count, positive, table, up_to
 from lightning_parallel.pipeline.schedules import SCHEDULE_NAMES, build_schedule
 from lightning_parallel.pipeline.simulate import simulate
 from lightning_parallel.planner.explain import collectives, ring_all_reduce, split_product, wires, zero_rows
@@ -28,21 +28,21 @@ def add_parser(commands: Subcommands) -> None:
         dest="topic", required=True, metavar="TOPIC"
     )
     bubble = add_command(topics, "bubble", _bubble, summary="where the time of a pipeline goes")
-    bubble.add_argument("--stages", type=int, default=4)
-    bubble.add_argument("--micro-batches", type=int, default=8)
+    bubble.add_argument("--stages", type=up_to(64), default=4)
+    bubble.add_argument("--micro-batches", type=up_to(1024), default=8)
     bubble.add_argument("--schedule", choices=SCHEDULE_NAMES, default="1f1b")
     bubble.add_argument("--plot", type=Path, help="also draw the schedule into this PNG or SVG file")
     ring = add_command(topics, "ring", _ring, summary="a ring all-reduce, step by step")
-    ring.add_argument("--ranks", type=int, default=4)
+    ring.add_argument("--ranks", type=up_to(64), default=4)
     every = add_command(topics, "collectives", _collectives, summary="what each collective leaves on each rank")
-    every.add_argument("--ranks", type=int, default=4)
+    every.add_argument("--ranks", type=up_to(64), default=4)
     zero = add_command(topics, "zero", _zero, summary="what each ZeRO stage leaves on each rank")
-    zero.add_argument("--params", type=float, default=7e9)
-    zero.add_argument("--ranks", type=int, default=4)
+    zero.add_argument("--params", type=positive, default=7e9)
+    zero.add_argument("--ranks", type=count, default=4)
     tensor = add_command(topics, "tensor", _tensor, summary="a product of matrices over tensor ranks")
-    tensor.add_argument("--ranks", type=int, default=2)
+    tensor.add_argument("--ranks", type=up_to(64), default=2)
     topology = add_command(topics, "topology", _topology, summary="which traffic belongs on which wire")
-    topology.add_argument("--params", type=float, default=70e9)
+    topology.add_argument("--params", type=positive, default=70e9)
     topology.add_argument("--gpu", default="h100-80gb")
 
 

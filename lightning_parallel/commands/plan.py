@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_parallel.commands.answer import Answer, add_command
+from lightning_parallel.commands.answer import Answer, add_command, amount, count, positive
 from lightning_parallel.commands.plan_text import plan_text
 from lightning_parallel.planner.advice import advice
 from lightning_parallel.planner.config_shapes import shape_from_config, shape_from_file
@@ -47,11 +47,13 @@ def add_parser(commands: Subcommands) -> None:
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--params", type=float, help="number of parameters, such as 7e9; a Llama-like shape is assumed")
+    group.add_argument(
+        "--params", type=positive, help="number of parameters, such as 7e9; a Llama-like shape is assumed"
+    )
     group.add_argument("--config", help="a transformers config.json, its folder, or a model's name")
     group.add_argument("--module", help="a module to build on the meta device, as package.module:Class")
     for name in (*_SIZES, "kv-heads", "head-dim", "seq"):
-        group.add_argument(f"--{name}", type=int)
+        group.add_argument(f"--{name}", type=count)
     group.add_argument("--gated", dest="gated", action="store_true", default=True, help="SwiGLU, RMS norms, no biases")
     group.add_argument("--plain", dest="gated", action="store_false", help="GPT: two matrices, layer norms, biases")
     group.add_argument("--tied", dest="tied", action="store_true", default=None, help="the head is the embedding")
@@ -60,42 +62,44 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 
 def _add_machine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--gpu", default="h100-80gb", help="a name of the catalogue")
-    group.add_argument("--gpus-per-node", type=int, default=8)
-    group.add_argument("--nodes", type=int, default=1)
-    group.add_argument("--internode-gbit", type=float, default=0.0, help="network bandwidth per GPU in Gbit/s")
-    group.add_argument("--gpu-memory", type=float, help="GiB, instead of the catalogue's")
+    group.add_argument("--gpus-per-node", type=count, default=8)
+    group.add_argument("--nodes", type=count, default=1)
+    group.add_argument("--internode-gbit", type=amount, default=0.0, help="network bandwidth per GPU in Gbit/s")
+    group.add_argument("--gpu-memory", type=positive, help="GiB, instead of the catalogue's")
     group.add_argument(
-        "--gpu-tflops", type=float, help="dense peak in the chosen precision, instead of the catalogue's"
+        "--gpu-tflops", type=positive, help="dense peak in the chosen precision, instead of the catalogue's"
     )
-    group.add_argument("--gpu-bandwidth", type=float, help="memory bandwidth in GB/s, instead of the catalogue's")
-    group.add_argument("--gpu-link", type=float, help="links inside a node, GB/s in one direction")
-    group.add_argument("--host-memory", type=float, default=0.0, help="GiB per node")
-    group.add_argument("--nvme", type=float, default=0.0, help="GiB per node")
-    group.add_argument("--price", type=float, default=0.0, help="of one GPU for one hour")
+    group.add_argument("--gpu-bandwidth", type=positive, help="memory bandwidth in GB/s, instead of the catalogue's")
+    group.add_argument("--gpu-link", type=positive, help="links inside a node, GB/s in one direction")
+    group.add_argument("--host-memory", type=amount, default=0.0, help="GiB per node")
+    group.add_argument("--nvme", type=amount, default=0.0, help="GiB per node")
+    group.add_argument("--price", type=amount, default=0.0, help="of one GPU for one hour")
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--precision", choices=PRECISIONS, default="bf16")
     group.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw")
     group.add_argument("--states", choices=STATES, default="mixed", help="bytes of weights and gradients in 16 bit")
-    group.add_argument("--global-batch", type=int, help="sequences per step; by default one per GPU")
-    group.add_argument("--tokens", type=float, default=0.0, help="of the whole run, for days, GPU-hours and cost")
+    group.add_argument("--global-batch", type=count, help="sequences per step; by default one per GPU")
+    group.add_argument("--tokens", type=amount, default=0.0, help="of the whole run, for days, GPU-hours and cost")
     group.add_argument("--attention", choices=ATTENTIONS, default="flash")
     group.add_argument("--kernels", choices=("auto", *KERNELS), default="auto", help="torch's modules, or hand-written")
     group.add_argument("--dropout", action=argparse.BooleanOptionalAction, default=True, help="of plain blocks")
-    group.add_argument("--trainable", type=float, default=1.0, help="part of the parameters that is trained (adapters)")
+    group.add_argument(
+        "--trainable", type=positive, default=1.0, help="part of the parameters that is trained (adapters)"
+    )
 
 
 def _add_layout(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--tp", type=int, dest="tensor")
-    group.add_argument("--pp", type=int, dest="pipeline")
-    group.add_argument("--dp", type=int, dest="data")
-    group.add_argument("--cp", type=int, dest="context")
-    group.add_argument("--micro-batch", type=int)
+    group.add_argument("--tp", type=count, dest="tensor")
+    group.add_argument("--pp", type=count, dest="pipeline")
+    group.add_argument("--dp", type=count, dest="data")
+    group.add_argument("--cp", type=count, dest="context")
+    group.add_argument("--micro-batch", type=count)
     group.add_argument("--zero", type=int, choices=(0, 1, 2, 3), dest="zero_stage")
     group.add_argument("--offload", choices=OFFLOADS)
     group.add_argument("--schedule", choices=SCHEDULES)
-    group.add_argument("--virtual-stages", type=int)
+    group.add_argument("--virtual-stages", type=count)
     group.add_argument("--recompute", choices=RECOMPUTES)
     group.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction)
     group.add_argument("--balance", choices=("parameters", "even"), help="how blocks are spread over stages")

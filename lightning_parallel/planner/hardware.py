@@ -7,6 +7,7 @@ collective is bound by one. ``gemm_share`` is the part of the 16-bit peak that t
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -54,7 +55,7 @@ class Gpu:
 
     def __post_init__(self) -> None:
         for name in ("memory_gib", "hbm_gbps", "link_gbps", "host_gbps", "network_gbit"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"a GPU needs {name} above 0, got {getattr(self, name)}")
         if not 0 < self.gemm_share <= 1:
             raise ValueError(f"gemm_share is a part of the peak above 0 and up to 1, got {self.gemm_share}; use 0.8")
@@ -178,7 +179,7 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.gpus_per_node < 1 or self.nodes < 1:
             raise ValueError(f"a cluster needs at least 1 node of 1 GPU, got {self.nodes} x {self.gpus_per_node}")
-        if min(self.network_gbit, self.host_gib, self.nvme_gib) < 0:
+        if not all(0 <= amount < math.inf for amount in (self.network_gbit, self.host_gib, self.nvme_gib)):
             raise ValueError("network, host memory and NVMe are amounts of at least 0; 0 means the usual or unknown")
 
     @property

@@ -136,6 +136,15 @@ class TrainingJob:
         return self.global_batch * self.shape.seq
 
 
+_NAMES = (
+    ("zero_stage", (0, 1, 2, 3)),
+    ("offload", OFFLOADS),
+    ("schedule", SCHEDULES),
+    ("recompute", RECOMPUTES),
+    ("balance", ("parameters", "even")),
+)
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One way to split a job.
@@ -143,6 +152,9 @@ class Candidate:
     ``context`` splits sequences over ranks; ``zero_stage`` 0 to 3 shards optimizer, gradients and weights over the data
     ranks; ``virtual_stages`` is the number of model chunks per pipeline rank. ``balance`` spreads the blocks by
     "parameters", embedding and head included, as the strategies here do, or "even", as Megatron does.
+
+    Raises:
+        ValueError: an unknown name, a size below 1, or model chunks for a schedule that has none.
     """
 
     tensor: int = 1
@@ -157,6 +169,19 @@ class Candidate:
     recompute: Recompute = "none"
     sequence_parallel: bool = False
     balance: str = "parameters"
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "pipeline", "data", "context", "micro_batch", "virtual_stages"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name.replace('_', ' ')} needs a size of at least 1, got {getattr(self, name)}")
+        for name, names in _NAMES:
+            if getattr(self, name) not in names:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use {' or '.join(map(str, names))}")
+        if self.virtual_stages > 1 and self.schedule != "interleaved":
+            raise ValueError(
+                f"schedule {self.schedule} has one model chunk per rank, got virtual stages {self.virtual_stages}; "
+                "use the schedule interleaved"
+            )
 
     @property
     def layout(self) -> ParallelLayout:

@@ -32,10 +32,10 @@ def typical_shape(parameters: float, *, seq: int = 0) -> ModelShape:
     (7000000000, 32, 4096)
 
     Raises:
-        ValueError: fewer than a million parameters.
+        ValueError: fewer than a million parameters, or more than any computer holds.
     """
-    if parameters < 1e6:
-        raise ValueError(f"--params counts parameters, such as 7e9, got {parameters:g}")
+    if not 1e6 <= parameters <= 1e18:
+        raise ValueError(f"--params counts parameters, 1e6 to 1e18, such as 7e9, got {parameters:g}")
     _, layers, hidden = min(_LADDER, key=lambda row: abs(row[0] / parameters - parameters / row[0]))
     vocab = min(VOCABULARY, int(parameters / hidden / 8))
     rest = (parameters - 2 * vocab * hidden) / layers - 4 * hidden**2

@@ -176,13 +176,38 @@ def test_launch_variables_must_fit_together(environment: dict[str, str], text: s
     assert text is None or text in problems[0]
 
 
-def test_wrong_values_end_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "bubble", "--stages", "0"]) == 2
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "the following arguments are required: COMMAND; see lightning-parallel --help"),
+        ("plan --params 7e9 --tp 0", "argument --tp: 0 is not within 1 .. 1e+09; see lightning-parallel plan --help"),
+        ("plan --params 7e9 --micro-batch -1", "argument --micro-batch: -1 is not within"),
+        ("plan --params 7e9 --virtual-stages 1.5", "argument --virtual-stages: '1.5' is no whole number"),
+        ("plan --params 7e9 --global-batch 0", "argument --global-batch: 0 is not within"),
+        ("plan --params 1e400", "argument --params: 1e400 is not within"),
+        ("plan --params 1e19", "--params counts parameters, 1e6 to 1e18, such as 7e9, got 1e+19"),
+        ("plan --params seven", "argument --params: 'seven' is no number"),
+        ("plan --params 7e9 --host-memory nan", "argument --host-memory: nan is not within 0 .. 1e+20"),
+        ("plan --params 7e9 --price inf", "argument --price: inf is not within"),
+        ("plan --params 7e9 --trainable 2", "trainable is a part above 0 and up to 1, got 2.0; use 1.0"),
+        ("plan --params 7e9 --schedule 1f1b --virtual-stages 4", "schedule 1f1b has one model chunk per rank, got"),
+        ("plan --params 7e9 --zero 5", "argument --zero: invalid choice: 5"),
+        ("explain bubble --stages 0", "argument --stages: 0 is not within 1 .. 64"),
+        ("explain ring --ranks 100000", "argument --ranks: 100000 is not within 1 .. 64"),
+        ("explain zero --params nan", "argument --params: nan is not within"),
+        ("scaling optimal --flops many", "argument --flops: invalid float value: 'many'"),
+        ("scaling fit", "the following arguments are required: TABLE"),
+    ],
+)
+def test_wrong_values_end_in_one_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments.split()) == 2
     streams = capsys.readouterr()
     assert streams.out == ""
-    assert streams.err.startswith("lightning-parallel: error: stages must be a whole number of at least 1")
+    assert streams.err.startswith(f"lightning-parallel: error: {message}")
+    assert len(streams.err.splitlines()) == 1
 
 
-def test_a_command_is_required() -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main([])
+def test_help_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["plan", "--help"])
+    assert "--offload" in capsys.readouterr().out
