@@ -47,17 +47,16 @@ def strategy_of(job: TrainingJob, split: Candidate) -> dict[str, Any]:
         if split.tensor > 1 and split.sequence_parallel:
             arguments["sequence_parallel"] = True
         if split.offload != "none":
-            options = {"stage": split.zero_stage, "offload": split.offload}
-            arguments["zero_stage"] = {"class_path": _ZERO_CONFIG, "init_args": options}
+            moved = {"stage": split.zero_stage, "offload": split.offload}
+            arguments["zero_stage"] = {"class_path": _ZERO_CONFIG, "init_args": moved}
         elif split.zero_stage:
             arguments["zero_stage"] = split.zero_stage
         return {"class_path": _OURS, "init_args": arguments}
-    if split.offload != "none" and split.zero_stage == 3:
-        # Stage 3 here keeps shards of weights on the GPU.
-        return {"class_path": _DEEPSPEED, "init_args": _deepspeed(split)}
     if split.zero_stage:
-        offload = {} if split.offload == "none" else {"offload": split.offload}
-        return {"class_path": _ZERO, "init_args": {"stage": split.zero_stage, **offload}}
+        options: dict[str, Any] = {"stage": split.zero_stage}
+        if split.offload != "none":
+            options |= {"offload": split.offload} | ({"offload_parameters": True} if split.zero_stage == 3 else {})
+        return {"class_path": _ZERO, "init_args": options}
     return {"class_path": _DDP, "init_args": {}}
 
 
@@ -65,7 +64,7 @@ def alternatives(job: TrainingJob, split: Candidate) -> list[str]:
     """Trainer lines of Lightning's own strategies that shard as much."""
     if split.tensor * split.pipeline > 1 or split.context > 1 or not split.zero_stage:
         return []
-    found = [] if split.offload != "none" and split.zero_stage == 3 else [(_DEEPSPEED, _deepspeed(split))]
+    found = [(_DEEPSPEED, _deepspeed(split))]
     sharding = {2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}.get(split.zero_stage)
     if sharding and split.offload == "none":
         found.append((_FSDP, {"sharding_strategy": sharding}))

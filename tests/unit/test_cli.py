@@ -52,6 +52,7 @@ def test_plan_answers_as_data_and_as_text(capsys: pytest.CaptureFixture[str]) ->
         (["--tp", "1", "--pp", "1", "--zero", "2"], "ZeroStrategy", 2),
         (["--tp", "1", "--pp", "1", "--zero", "3"], "ZeroStrategy", 2),
         (["--tp", "1", "--pp", "1", "--zero", "2", "--offload", "cpu"], "ZeroStrategy", 1),
+        (["--tp", "1", "--pp", "1", "--zero", "3", "--offload", "nvme"], "ZeroStrategy", 1),
     ],
 )
 def test_the_yaml_and_the_trainer_line_make_the_same_strategy(
