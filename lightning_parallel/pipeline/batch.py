@@ -69,7 +69,7 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 def _rows(value: Any) -> int | None:
     """First dimension of a tensor or array; None for anything else."""
     if isinstance(value, torch.Tensor):
-        return int(value.shape[0]) if value.dim() else None
+        return int(value.size(0)) if value.dim() else None
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple) and hasattr(value, "__array__"):
         return int(shape[0]) if shape else None
@@ -161,11 +161,20 @@ def slice_batch(batch: Any, start: int, stop: int, size: int) -> Any:
 def _slice(value: Any, start: int, stop: int, size: int) -> Any:
     rows = _rows(value)
     if rows is not None:
-        return value[start:stop] if rows == size else value
+        return _rows_between(value, start, stop) if rows == size else value
     children = _children(value)
     if _is_sample_list(value, size):
         return _rebuild(value, children[start:stop])
     return _rebuild(value, [_slice(child, start, stop, size) for child in children]) if children else value
+
+
+def _rows_between(value: Any, start: int, stop: int) -> Any:
+    if not isinstance(value, torch.Tensor) or (value.layout is torch.strided and not value.is_nested):
+        return value[start:stop]
+    if value.is_nested:
+        return torch.nested.as_nested_tensor(list(value.unbind()[start:stop]), layout=value.layout)
+    part = value.to_sparse_coo().narrow_copy(0, start, stop - start)
+    return part if value.layout is torch.sparse_coo else part.to_sparse(layout=value.layout)
 
 
 def _is_sample_list(value: Any, size: int) -> bool:

@@ -358,3 +358,22 @@ def tensors_of(piece: Any, kind: str) -> list[Tensor]:
     found: list[Tensor] = []
     map_tensors(piece, lambda t: found.append(t))
     return [*found, torch.tensor(piece["ids"])] if kind == "array" else found
+
+
+def test_sparse_and_nested_tensors_are_cut_by_samples() -> None:
+    whole = torch.arange(20.0).view(5, 4) % 3
+    rows = [torch.arange(2.0 + length) for length in range(5)]
+    batch = {
+        "coo": whole.to_sparse(),
+        "csr": whole.to_sparse_csr(),
+        "jagged": torch.nested.nested_tensor(rows, layout=torch.jagged),
+        "nested": torch.nested.nested_tensor(rows),
+    }
+    first, second = split_batch(batch, 2)
+    for part, start, stop in ((first, 0, 3), (second, 3, 5)):
+        for name in ("coo", "csr"):
+            assert part[name].layout is batch[name].layout
+            assert torch.equal(part[name].to_dense(), whole[start:stop])
+        for name in ("jagged", "nested"):
+            assert part[name].layout is batch[name].layout
+            assert all(map(torch.equal, part[name].unbind(), rows[start:stop]))
