@@ -16,13 +16,15 @@ from tests.benchmarks.job import Run
 from tests.benchmarks.model import GPT, batches, loss_of, optimizer_of
 
 
-def _start_group() -> None:
+def start_group() -> None:
+    """The group of all ranks of a job."""
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
 
 
-def _train(run: Run, step: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+def train(run: Run, step: Callable[[Tensor, Tensor], Tensor], part: int = 0, parts: int = 1) -> list[Tensor]:
+    """Takes every step of a run, of `parts` replicas with the samples of one."""
     losses = []
-    for ids, target in list(batches(run.sizes, run.steps)):
+    for ids, target in list(batches(run.sizes, run.steps, part, parts)):
         run.clock.tick()
         losses.append(step(ids, target).detach())
     run.clock.finish()
@@ -39,7 +41,7 @@ def _train_whole(run: Run, model: nn.Module, loss: Callable[[Tensor, Tensor], Te
         optimizer.step()
         return value
 
-    return _train(run, step)
+    return train(run, step)
 
 
 def one_process(run: Run) -> list[Tensor]:
@@ -62,12 +64,30 @@ def one_process_accumulating(run: Run) -> list[Tensor]:
         optimizer.step()
         return total
 
-    return _train(run, step)
+    return train(run, step)
+
+
+def without_communication(run: Run) -> list[Tensor]:
+    """Each rank trains on its samples, and steps on half of the parameters, as if it were alone: what nobody can beat.
+
+    Parameters drift apart, which costs no time.
+    """
+    model = GPT(run.sizes)
+    optimizer = torch.optim.Adam(list(model.parameters())[run.rank :: run.ranks], lr=optimizer_of(model).defaults["lr"])
+
+    def step(ids: Tensor, target: Tensor) -> Tensor:
+        model.zero_grad()
+        value = loss_of(model(ids), target)
+        value.backward()
+        optimizer.step()
+        return value
+
+    return train(run, step, run.rank, run.ranks)
 
 
 def our_layers(run: Run) -> list[Tensor]:
     """Tensor parallel with this package's layers, without its strategy and without Lightning."""
-    _start_group()
+    start_group()
     model = GPT(run.sizes)
     plan = resolve_plan(model, "auto", run.ranks)
     parallelize_module(model, plan, dist.group.WORLD)
@@ -79,7 +99,7 @@ def torch_1f1b(run: Run) -> list[Tensor]:
     """Pipeline parallel with `torch.distributed.pipelining`; the stages are made by hand."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    _start_group()
+    start_group()
     model = GPT(run.sizes, run.rank, run.ranks)
     optimizer = optimizer_of(model)
     stage = PipelineStage(model, run.rank, run.ranks, torch.device("cpu"))
@@ -97,7 +117,7 @@ def torch_1f1b(run: Run) -> list[Tensor]:
         optimizer.step()
         return torch.stack([v.detach() for v in losses]).mean() if losses else torch.tensor(torch.nan)
 
-    return _train(run, step)
+    return train(run, step)
 
 
 def _start(operation: Callable[..., dist.Work | None], tensor: Tensor | None, peer: int) -> dist.Work:
@@ -108,7 +128,7 @@ def _start(operation: Callable[..., dist.Work | None], tensor: Tensor | None, pe
 
 def plain_1f1b(run: Run) -> list[Tensor]:
     """Two stages in a loop of nothing but sends, receives, forward and backward: what 1F1B can take here at best."""
-    _start_group()
+    start_group()
     model = GPT(run.sizes, run.rank, run.ranks)
     optimizer = optimizer_of(model)
     count = run.micro_batches
@@ -158,7 +178,7 @@ def plain_1f1b(run: Run) -> list[Tensor]:
         optimizer.step()
         return total
 
-    return _train(run, step)
+    return train(run, step)
 
 
 class _FirstOutput(nn.Module):
@@ -177,7 +197,7 @@ def megatron_layers(run: Run) -> list[Tensor]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    _start_group()
+    start_group()
     # Megatron asks for the current CUDA device even where everything is on the CPU.
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=run.ranks)

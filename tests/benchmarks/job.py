@@ -23,7 +23,7 @@ class Order:
     Attributes:
         work: module and function of the job, such as "bare_jobs.our_layers".
         referee: path of the referee's unix socket.
-        megatron: folder that Megatron-Core was installed into, if it is not among the installed packages.
+        packages: folder that Megatron-Core and DeepSpeed were installed into, if not among the installed packages.
     """
 
     job: str
@@ -35,7 +35,7 @@ class Order:
     micro_batches: int
     port: int
     referee: str
-    megatron: str | None = None
+    packages: str | None = None
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,9 @@ def run_rank(order: Order, results: Any) -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - tables and notices of eight processes help nobody
-    if order.megatron is not None:
-        sys.path.insert(0, order.megatron)
+    if order.packages is not None:
+        sys.path.append(order.packages)
+        os.environ["PATH"] += f"{os.pathsep}{order.packages}/bin"  # of the compiler that DeepSpeed calls
     try:
         results.send(_measure(order))
     except BaseException as error:  # noqa: B902 - whatever it is, the table shows it

@@ -58,7 +58,7 @@ class HeatOptions:
     steps: int
     warmup: int
     micro_batches: int
-    megatron: str | None
+    packages: str | None
     timeout: float
 
 
@@ -120,7 +120,7 @@ def _start(context: Any, job: Job, options: HeatOptions, path: str) -> _Running:
             micro_batches=options.micro_batches,
             port=port,
             referee=path,
-            megatron=options.megatron,
+            packages=options.packages,
         )
         process = context.Process(target=run_rank, args=(order, theirs), daemon=True)
         process.start()

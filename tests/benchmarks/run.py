@@ -30,23 +30,23 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="measured steps of each job")
     parser.add_argument("--warmup", type=int, default=3, help="steps before those")
     parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches of the pipelines")
-    parser.add_argument("--megatron", type=Path, help="folder that megatron-core was installed into")
+    parser.add_argument("--packages", type=Path, help="folder that megatron-core and deepspeed were installed into")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that a heat may take")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     return parser.parse_args(arguments)
 
 
-def is_available(job: Job, megatron: Path | None) -> bool:
+def is_available(job: Job, packages: Path | None) -> bool:
     """Whether a job's optional package is there."""
     if job.needs is None:
         return True
     top = job.needs.partition(".")[0]
-    return importlib.util.find_spec(top) is not None or (megatron is not None and (megatron / top).is_dir())
+    return importlib.util.find_spec(top) is not None or (packages is not None and (packages / top).is_dir())
 
 
 def measure(heat: Heat, config: str, options: argparse.Namespace, console: Console) -> dict[str, Result]:
     """Runs one heat; jobs whose package is missing are left out with a note."""
-    missing = [job for job in heat.jobs if not is_available(job, options.megatron)]
+    missing = [job for job in heat.jobs if not is_available(job, options.packages)]
     for job in missing:
         console.print(f"[yellow]{job.name} is left out: {job.needs} is not installed (see tests/benchmarks/README.md)")
     heat_options = HeatOptions(
@@ -54,7 +54,7 @@ def measure(heat: Heat, config: str, options: argparse.Namespace, console: Conso
         steps=options.steps,
         warmup=options.warmup,
         micro_batches=options.micro_batches,
-        megatron=None if options.megatron is None else str(options.megatron.resolve()),
+        packages=None if options.packages is None else str(options.packages.resolve()),
         timeout=options.timeout,
     )
     return run_heat([job for job in heat.jobs if job not in missing], heat_options)
