@@ -120,7 +120,10 @@ def _stage(job: TrainingJob, split: Candidate, held: float, activations: float, 
     working = passing_bytes(job, split) + trained * job.step_bytes / _ranks(split, 1)
     logits = logit_bytes(job, split) if last else 0.0
     gathered = 0.0
-    if split.zero_stage == 3 and split.pipeline > 1:
+    if split.zero_stage == 2 and split.micro_batches(job) > 1:
+        # Each rank sums its micro-batches before shards are summed over the ranks.
+        gathered = trained * job.gradient_bytes - kept["gradients"] * gradients
+    elif split.zero_stage == 3 and split.pipeline > 1:
         # Beside a pipeline, weights stay gathered and gradients whole until the last micro-batch.
         gathered = held * job.weight_bytes + trained * job.gradient_bytes
     elif split.zero_stage == 3:

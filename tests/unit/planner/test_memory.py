@@ -115,6 +115,18 @@ def test_offloaded_states_move_to_the_host() -> None:
     assert host["start"] == pytest.approx(8 * 4 * LLAMA.parameters)
 
 
+def test_stage_2_keeps_gradients_whole_while_micro_batches_add_up() -> None:
+    """As docs/zero.md says of an accumulation window; what lies between steps is a shard all the same."""
+    job = job_of(LLAMA, states="fp32-gradients")
+    several, one = (Candidate(data=8, zero_stage=2, micro_batch=size) for size in (4, 8))
+    gradients = 4 * LLAMA.parameters
+    for split, gathered in ((several, gradients * 7 / 8), (one, 0)):
+        (stage,) = memory_by_stage(job, split)
+        assert (stage.gradients, stage.gathered) == pytest.approx((gradients / 8, gathered))
+    (stage,) = memory_by_stage(job, replace(several, offload="cpu"))
+    assert (stage.gradients, stage.gathered) == pytest.approx((0, gradients))
+
+
 def test_zero_3_gathers_whole_blocks() -> None:
     (stage,) = memory_by_stage(job_of(LLAMA), Candidate(data=8, zero_stage=3))
     assert stage.gathered >= 2 * 2 * LLAMA.block_parameters
