@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops import _EvaluationLoop, _FitLoop, _PredictionLoop, _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_parallel.strategies._compat import result_owner
@@ -116,6 +117,13 @@ class _VotingConnector(_LoggerConnector):
 
 
 class _VotingEpochLoop(_TrainingEpochLoop):
+    def _broadcast_sigterm_tensor(self) -> None:
+        # Lightning's makes every host wait for its device before each batch. Ranks that are watched need not ask.
+        trainer: Any = self.trainer
+        strategy = trainer.strategy
+        if not strategy._watch.is_active and strategy.reduce_boolean_decision(trainer.received_sigterm, all=False):
+            raise SIGTERMException
+
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
         decision = super()._should_check_val_fx(data_fetcher)
         trainer: Any = self.trainer

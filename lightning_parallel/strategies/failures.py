@@ -54,6 +54,11 @@ class FailureWatch:
         self._follows_parent = False
 
     # -------------------------------------------------------------- begin and end
+    @property
+    def is_active(self) -> bool:
+        """Whether all ranks are watched; the same on every rank."""
+        return self._watcher is not None
+
     def start(self, trainer: Trainer, mesh: Mesh, main_address: str | None, follows_parent: bool) -> None:
         """Connects all ranks. Collective over the world.
 

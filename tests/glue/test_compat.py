@@ -11,6 +11,7 @@ import operator
 import signal
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ NAMES: dict[str, str] = {
     "trainer.fit_loop._skip_backward": "_compat_loops.py",
     "trainer._val_check_time_interval": "_compat_loops.py",
     "trainer.fit_loop.epoch_loop._should_check_val_fx": "_compat_loops.py",
+    "trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor": "_compat_loops.py",
     "trainer.fit_loop.epoch_loop.val_loop._is_sequential": "_compat_loops.py",
     "trainer.fit_loop.epoch_loop.val_loop._evaluation_step": "_compat_loops.py",
     "trainer.fit_loop.epoch_loop.val_loop._store_dataloader_outputs": "_compat_loops.py",
@@ -84,7 +86,7 @@ NAMES: dict[str, str] = {
     "plugin._after_closure": "precision.py",
 }
 """Path from one of the roots that `roots` returns -> file that uses it."""
-OURS = {"_span", "_has_gradients", "_version", "_optimizer"}
+OURS = {"_span", "_has_gradients", "_version", "_optimizer", "_watch"}
 """Private names of the package's own classes, and of torch's tensors, in the same files."""
 
 
@@ -194,6 +196,27 @@ def test_every_private_name_is_in_the_list(file: str) -> None:
     private = {name for name in used if name.startswith("_") and not name.startswith("__")} - own - OURS
     listed = {part for path in NAMES for part in path.split(".")}
     assert private <= listed, f"strategies/{file} uses private names that no test watches: {sorted(private - listed)}"
+
+
+# ------------------------------------------------------------------------------------------------ SIGTERM
+@pytest.mark.parametrize("watched", [True, False])
+def test_batches_ask_no_device_about_sigterm(monkeypatch: pytest.MonkeyPatch, watched: bool) -> None:
+    """Ranks that are watched hear of it; others ask each other, host to host. Lightning's loop asks every device."""
+    asked: list[bool] = []
+
+    def vote(decision: bool, all: bool) -> bool:
+        asked.append(decision)
+        return decision
+
+    monkeypatch.delattr(torch.distributed, "broadcast")
+    loop: Any = make_trainer().fit_loop.epoch_loop
+    loop.__class__ = _compat_loops._VotingEpochLoop
+    strategy = types.SimpleNamespace(_watch=types.SimpleNamespace(is_active=watched), reduce_boolean_decision=vote)
+    for received in (False, True):
+        loop.trainer = types.SimpleNamespace(strategy=strategy, received_sigterm=received)
+        with pytest.raises(SIGTERMException) if received and not watched else nullcontext():
+            loop._broadcast_sigterm_tensor()
+    assert asked == ([] if watched else [False, True])
 
 
 # ------------------------------------------------------------------------------------------------ logging
