@@ -43,9 +43,9 @@ def even_or_planned(strategy: Any, even: ParallelLayout, sizes: tuple[Any, Any])
         strategy: a `TensorPipelineStrategy` whose processes have started; micro-batches that it left open are planned
             along with a layout.
         even: what `ParallelLayout.choose` makes of the sizes.
-        sizes: tensor and pipeline, each a number or "auto".
+        sizes: tensor and pipeline, each a number or "auto"; one that is given is kept, and so is what follows from it.
     """
-    if "auto" not in sizes or strategy.tensor_config.plan != "auto":
+    if sizes != ("auto", "auto") or strategy.tensor_config.plan != "auto":
         return even
     try:
         shape = shape_of_module(strategy._module(), heads_known=True)
@@ -58,10 +58,7 @@ def even_or_planned(strategy: Any, even: ParallelLayout, sizes: tuple[Any, Any])
         return even
     batch = _compat.training_batch_size(strategy._trainer()) or 1
     precision = str(strategy.precision_plugin.precision)
-    fixed = _fixed(strategy) | {
-        name: size for name, size in zip(("tensor", "pipeline"), sizes, strict=True) if size != "auto"
-    }
-    ranked = choose(zero_cases(shape, cluster, batch, precision, fixed), why_not).ranked
+    ranked = choose(zero_cases(shape, cluster, batch, precision, _fixed(strategy)), why_not).ranked
     if not ranked:
         return even
     split = ranked[0].plan.split

@@ -58,7 +58,7 @@ class TensorPipelineStrategy(PartitionedStrategy):
 
     Args:
         tensor_parallel_size: ranks that share each layer. "auto" splits the devices of one node as evenly as possible
-            between tensor and pipeline, tensor first.
+            between tensor and pipeline, tensor first; a model that cannot run or fit so gets a planned layout.
         pipeline_parallel_size: number of pipeline stages.
         micro_batches: parts that each rank's batch is split into; "auto" is 4 per stage.
         schedule: "1f1b" or "gpipe".
