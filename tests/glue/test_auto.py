@@ -73,6 +73,8 @@ def runs(rank: int, world_size: int, tight: float) -> Any:
     sizer = MicroBatchSizer(limit=2)
     measured = trained(AutoStrategy(memory_gib=AMPLE), world_size, 4, callbacks=[sizer])
     assert sizer.micro_batch == 2, "what was planned may still be measured"
+    with pytest.raises(ValueError, match="attention head count 3 cannot be split"):
+        trained("tp", world_size, 4, heads=3)  # not what was asked for: refused and not replaced
     even = [told(TensorPipelineStrategy(), world_size, 8, 2), told(TensorPipelineStrategy(), world_size, 4, 3)]
     return found, measured, even
 
