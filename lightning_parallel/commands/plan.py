@@ -106,7 +106,7 @@ def _add_layout(group: argparse._ArgumentGroup) -> None:
 
 
 def _answer(arguments: argparse.Namespace) -> Answer:
-    cluster = _cluster(arguments)
+    cluster, kernels = _cluster(arguments), _kernels(arguments)
     job = TrainingJob(
         _shape(arguments),
         cluster,
@@ -114,10 +114,11 @@ def _answer(arguments: argparse.Namespace) -> Answer:
         precision=arguments.precision,
         optimizer=arguments.optimizer,
         attention=arguments.attention,
-        kernels=_kernels(arguments),
+        kernels=kernels,
         states=arguments.states,
         trainable=arguments.trainable,
         dropout=arguments.dropout,
+        scatters_sends=kernels == "fused",  # they come with Megatron's pipeline
     )
     fixed = {name: getattr(arguments, name) for name in FIXABLE if getattr(arguments, name) is not None}
     result = search(job, fixed)

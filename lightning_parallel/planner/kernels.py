@@ -37,8 +37,8 @@ SCORE_TRAFFIC_FORWARD, SCORE_TRAFFIC_BACKWARD = 7.0, 10.0
 RESIDUAL_TRAFFIC = {"fused": 22.0, "plain": 40.0}
 ACTIVATION_TRAFFIC = {"fused": 2.5, "plain": 5.0}
 GATED_TRAFFIC = 1.4
-# Seconds that the forward of a block loses where its kernels start, fill and drain: about 4 microseconds for each of the
-# 40 that a block of torch's own modules launches one by one. Hand-written layers launch a third of them, early.
+# Seconds that the forward of a block loses where its kernels start, fill and drain: about 4 microseconds for each of
+# the 40 that a block of torch's own modules launches one by one. Hand-written layers launch a third of them, early.
 START_SECONDS = {"fused": 0.0, "plain": 1.5e-4}
 
 
