@@ -158,6 +158,12 @@ class BoundaryLink:
             raise PipelineCutError(f"{block} returns {', '.join(strangers)}, which cannot be sent to a stage")
         if not any(isinstance(x, torch.Tensor) for x in leaves):
             raise PipelineCutError(f"{block} returns no tensor, so that the next stage would receive nothing")
+        elsewhere = {x.device.type for x in leaves if isinstance(x, torch.Tensor)} - {self.device.type}
+        if elsewhere:
+            raise PipelineCutError(
+                f"{block} returns a tensor on {elsewhere.pop()}, but stages exchange what is on {self.device}; move it "
+                "there in the block, or return a Python number"
+            )
         return Boundary([x.contiguous() if isinstance(x, torch.Tensor) else x for x in leaves], spec, outlines)
 
     def announce(self, boundary: Boundary) -> None:

@@ -18,6 +18,7 @@ from lightning_parallel.mesh import Mesh
 from lightning_parallel.parameters import ParameterTag
 from lightning_parallel.pipeline.batch import merge_outputs
 from lightning_parallel.pipeline.cut import StageResult
+from lightning_parallel.pipeline.placeholder import PipelineCutError
 from lightning_parallel.pipeline.runtime import PipelineRuntime
 from lightning_parallel.pipeline.schedules import build_schedule
 from lightning_parallel.pipeline.share import TreeBroadcast
@@ -215,6 +216,9 @@ def test_stages_keep_both_sides_apart() -> None:
         cut: Any = _Cut(weight)
         PipelineRuntime(mesh, cut).run(build_schedule("1f1b", 2, 3), _Callbacks())
         assert weight.grad is not None
+        link = PipelineRuntime(mesh, cut).link
+        with pytest.raises(PipelineCutError, match="layer 3 returns a tensor on cpu, but stages exchange"):
+            link.pack((randn(2), torch.ones(2)), "layer 3")
         last = TreeBroadcast(Mesh(ParallelLayout(pipeline=2), 1, DEVICE, **host, **device))
         last({"loss": randn(), "accuracy": 0.5, "count": 3, "name": "text", "flags": randn(2) > 0})
         sides = {name: traffic.devices[mine.group_name] for name, mine in (host | device).items()}
