@@ -1,43 +1,102 @@
-"""On CUDA devices, over NCCL: every layout that the machine has devices for equals one plain GPU."""
+"""On CUDA devices: every layout, offload and precision that the machine has devices for equals one plain GPU.
+
+Several devices talk over NCCL. What one device alone can show is offload with its copies and streams, loss scaling,
+waits, and two ranks that share it over gloo, which has no transfers between stages for GPUs.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.gpu.train_once import Case
 from tests.harness import run_python
 
 SCRIPT = Path(__file__).with_name("train_once.py")
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 1, 2)]
+OFFLOADS: list[dict[str, Any]] = [
+    {"stage": 1, "offload": "cpu"},
+    {"stage": 2, "offload": "nvme"},
+    {"stage": 3, "offload": "cpu"},
+    {"stage": 3, "offload": "cpu", "offload_parameters": True},
+    {"stage": 3, "offload": "nvme", "offload_parameters": True},
+]
 
 
-def run_layout(folder: Path, tensor: int, pipeline: int, devices: int, *extra: str) -> dict[str, Any]:
-    out = folder / f"{tensor}-{pipeline}-{devices}-{len(extra)}.json"
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices)))}
-    arguments = [SCRIPT, out, str(tensor), str(pipeline), str(devices), *extra]
-    done = run_python(arguments, cwd=folder, timeout=90, env=visible)
-    assert done.returncode == 0, done.output
+def run(folder: Path, case: Case) -> dict[str, Any]:
+    out = folder / "seen.json"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    place["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(case.devices)))
+
+    def machine(number: int) -> None:
+        arguments: list[str | Path] = [SCRIPT, out, json.dumps(asdict(case))]
+        done = run_python(arguments, cwd=folder, timeout=90, env={**place, "NODE_RANK": str(number)})
+        assert done.returncode == 0, done.output
+
+    with ThreadPoolExecutor(case.machines) as pool:
+        list(pool.map(machine, range(case.machines)))
     return json.loads(out.read_text())
 
 
+class Plain:
+    """Runs of one plain GPU, each once."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self.factory = factory
+        self.seen: dict[str, dict[str, Any]] = {}
+
+    def __call__(self, precision: str) -> dict[str, Any]:
+        if precision not in self.seen:
+            self.seen[precision] = run(self.factory.mktemp("plain"), Case(precision=precision))
+        return self.seen[precision]
+
+
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_layout(tmp_path_factory.mktemp("plain"), 0, 1, 1)
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    return Plain(tmp_path_factory)
+
+
+def check(plain: Plain, folder: Path, case: Case, atol: float = 1e-5) -> None:
+    expected, seen = plain(case.precision), run(folder, case)
+    assert seen["losses"] == pytest.approx(expected["losses"], abs=atol)
+    for name, values in expected["weights"].items():
+        assert seen["weights"][name] == pytest.approx(values, abs=atol), name
 
 
 @pytest.mark.parametrize("layout", [x for x in LAYOUTS if math.prod(x) <= torch.cuda.device_count()], ids=str)
-def test_layout_equals_one_gpu(layout: tuple[int, int, int], plain: dict[str, Any], tmp_path: Path) -> None:
+def test_layout_equals_one_gpu(layout: tuple[int, int, int], plain: Plain, tmp_path: Path) -> None:
     tensor, pipeline, data = layout
-    seen = run_layout(tmp_path, tensor, pipeline, tensor * pipeline * data)
-    assert seen["losses"] == pytest.approx(plain["losses"], abs=1e-5)
-    for name, values in plain["weights"].items():
-        assert seen["weights"][name] == pytest.approx(values, abs=1e-5), name
+    check(plain, tmp_path, Case(tensor, pipeline, devices=tensor * pipeline * data))
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_two_ranks_on_one_gpu_equal_one(tensor: int, plain: Plain, tmp_path: Path) -> None:
+    check(plain, tmp_path, Case(tensor, machines=2))
+
+
+@pytest.mark.parametrize("zero", OFFLOADS, ids=str)
+def test_offload_equals_one_gpu(zero: dict[str, Any], plain: Plain, tmp_path: Path) -> None:
+    check(plain, tmp_path, Case(zero=zero))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("zero", [None, {"stage": 2, "offload": "cpu"}], ids=str)
+def test_half_precision_is_near_one_gpu(
+    precision: str, zero: dict[str, Any] | None, plain: Plain, tmp_path: Path
+) -> None:
+    check(plain, tmp_path, Case(1, zero=zero, precision=precision), atol=0.02)
 
 
 def test_step_never_waits_for_the_device(tmp_path: Path) -> None:
-    run_layout(tmp_path, 1, 1, 1, "watch")
+    run(tmp_path, Case(1, watch=True))

@@ -1,9 +1,13 @@
-"""Trains a small model once on GPUs and writes what was seen as JSON. Arguments: file, tensor, pipeline, devices."""
+"""Trains a small model once on GPUs and writes what was seen as JSON. Arguments: file, and a `Case` as JSON.
+
+Where there is no GPU, it trains on the CPU, which shows that the script itself works.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from lightning_parallel import TensorPipelineStrategy
+from lightning_parallel import TensorPipelineStrategy, ZeroStrategy
 from tests.glue.oracle import PLAN, QUIET, Classifier, Samples
 
 STEPS = 10
@@ -43,31 +47,67 @@ class NoHiddenWait(Callback):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def train(tensor: int, pipeline: int, devices: int, watch: bool = False) -> dict[str, Any]:
-    """Losses and weights of a short run; `tensor == 0` is a plain single-GPU Trainer."""
+@dataclass(frozen=True)
+class Case:
+    """One run.
+
+    Attributes:
+        tensor: ranks that share a layer; 0 is a plain Trainer on one GPU.
+        pipeline: stages.
+        devices: GPUs of each machine.
+        machines: more than one pretend to be several, with one GPU each, which may be the same: over gloo, because NCCL
+            refuses to have two ranks on one GPU.
+        zero: arguments of a `ZeroStrategy`, instead of the sizes above.
+        precision: of the Trainer.
+        watch: make every hidden wait inside a step an error.
+    """
+
+    tensor: int = 0
+    pipeline: int = 1
+    devices: int = 1
+    machines: int = 1
+    zero: dict[str, Any] | None = None
+    precision: Any = "32-true"
+    watch: bool = False
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that see samples of their own."""
+        return self.devices * self.machines // (max(self.tensor, 1) * self.pipeline)
+
+    def strategy(self) -> Any:
+        """For the Trainer."""
+        backend = "gloo" if self.machines > 1 else None
+        if self.zero is not None:
+            return ZeroStrategy(**self.zero, process_group_backend=backend)
+        if self.tensor == 0:
+            return "auto"
+        return TensorPipelineStrategy(
+            self.tensor, self.pipeline, micro_batches=4, plan=PLAN, process_group_backend=backend
+        )
+
+
+def train(case: Case) -> dict[str, Any]:
+    """Losses and weights of a short run."""
     losses = Losses()
-    strategy: Any = "auto"
-    replicas = 1
-    if tensor:
-        replicas = devices // (tensor * pipeline)
-        strategy = TensorPipelineStrategy(tensor, pipeline, micro_batches=4, plan=PLAN)
     trainer = Trainer(
-        accelerator="gpu",
-        devices=devices,
-        strategy=strategy,
+        accelerator="auto",
+        devices=case.devices,
+        num_nodes=case.machines,
+        strategy=case.strategy(),
+        precision=case.precision,
         max_steps=STEPS,
         **QUIET,
-        callbacks=[losses, NoHiddenWait()] if watch else [losses],
+        callbacks=[losses, NoHiddenWait()] if case.watch else [losses],
     )
     module = Classifier()
-    trainer.fit(module, DataLoader(Samples(STEPS * BATCH), batch_size=BATCH // replicas))
+    trainer.fit(module, DataLoader(Samples(STEPS * BATCH), batch_size=BATCH // case.replicas))
     weights = {name: value.cpu().flatten().tolist() for name, value in module.state_dict().items()}
     return {"losses": [float(v) for v in losses.values], "weights": weights}
 
 
 if __name__ == "__main__":
-    out, *sizes = sys.argv[1:]
-    seen = train(*map(int, sizes[:3]), watch=len(sizes) > 3)
-    path = Path(out)
+    seen = train(Case(**json.loads(sys.argv[2])))
+    path = Path(sys.argv[1])
     if not path.exists():  # every rank runs this script; all of them saw the same
         path.write_text(json.dumps(seen))
