@@ -58,6 +58,8 @@ class Sight:
             if meets:
                 self._units.gatherer.settle()
             self._units.close()
+            if not meets:
+                self._units.discard()
         self._view, self._guard, self._undo, self._units = None, None, [], None
 
     @contextmanager

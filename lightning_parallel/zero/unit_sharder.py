@@ -179,7 +179,12 @@ class UnitSharder(ZeroSharder):
         """The run is over, and what is wanted of its parameters is somewhere else."""
         for bucket in self.unit_buckets:
             bucket.forget_share()
-        if self.storage is not None and not self.trains:
+        if not self.trains:
+            self.discard()
+
+    def discard(self) -> None:
+        """Nobody will ask for anything that is in files: removes them."""
+        if self.storage is not None:
             self.storage.remove()
 
     # -------------------------------------------------------------- whole parameters

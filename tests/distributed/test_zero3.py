@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Ugly(nn.Module):
-    """A root parameter, a tied one, blocks that run twice, recomputed, compiled, in another order, or not at all."""
+    """Root parameters, one of whole numbers, one tied; blocks run twice, recomputed, compiled, in any order, or not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,10 +57,11 @@ class Ugly(nn.Module):
             for place, p in enumerate(self.parameters()):
                 p.copy_(torch.sin(torch.arange(p.numel()) * 1.7 + place).view(p.shape) * 0.5)
         self.double()
+        self.numbers = nn.Parameter(torch.arange(5), requires_grad=False)
 
     def forward(self, words: Tensor, rank: int, step: int) -> Tensor:
         """Rank and step decide which of the last blocks run, and in which order."""
-        x = self.words(words) * self.scale
+        x = self.words(words) * self.scale * (self.numbers.sum() - 9)
         x = self.blocks[1](self.blocks[0](self.blocks[1](x)))
         x = checkpoint(self.blocks[2], x, use_reentrant=True)
         x = checkpoint(lambda y: self.blocks[4](self.blocks[3](y)), x, use_reentrant=False)
@@ -149,7 +150,7 @@ def ugly(rank: int, world_size: int, name: str, prefetch: int, offload: Offload 
             seen.append(float(net(words_of(0, 0, 0), 0, count)))
     sharder.gatherer.settle()
     here = sum(not unit.is_away for unit in sharder.gatherer.units)
-    hidden = [bool(p.isnan().all()) for p in net.parameters()]
+    hidden = [bool(p.isnan().all()) for p in net.parameters() if p.is_floating_point()]
     with sharder.gatherer.full():
         weights = {key: value.clone() for key, value in net.state_dict().items()}
     with whole_state(sharder.optimizers[0], dist.group.WORLD, keep=True):

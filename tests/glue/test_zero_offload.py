@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 
 from lightning_parallel import ZeroConfig, ZeroStrategy
 from tests.glue.checkpointing import TiedGPT, assert_same_file, on_layout, train
-from tests.glue.oracle import Classifier, Layout, Samples, Scenario, Site, assert_same, check
+from tests.glue.oracle import QUIET, Classifier, Layout, Samples, Scenario, Site, assert_same, check
 from tests.glue.test_callbacks import finetuned
 from tests.glue.test_evaluation import everything_predicted, validate_and_test_around_a_fit
 from tests.glue.test_training_optimizers import WithAdamW, WithGroups, adversaries
@@ -119,9 +119,8 @@ class Looks(Classifier):
 
 def run(folder: str, fails: bool = False) -> list[tuple[str, int]]:
     module = Looks(folder, fails)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     strategy = ZeroStrategy(3, offload="nvme", nvme_path=folder, offload_parameters=True)
-    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=2, **quiet)
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=2, **QUIET)
     try:
         trainer.fit(module, Site((1, 1, 2)).loader(Samples(16), 4))
     except ArithmeticError:
@@ -130,12 +129,28 @@ def run(folder: str, fails: bool = False) -> list[tuple[str, int]]:
     return module.seen
 
 
+class Fails(Classifier):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        raise ArithmeticError("the first validation step went wrong")
+
+
+def validate(folder: str) -> list[Path]:
+    """What is left of this rank's files after a validation that failed, while its trainer is there."""
+    strategy = ZeroStrategy(3, offload="nvme", nvme_path=folder, offload_parameters=True)
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, **QUIET)
+    with pytest.raises(ArithmeticError):
+        trainer.validate(Fails(), Site((1, 1, 2)).loader(Samples(16), 4))
+    return list(Path(folder).glob(f"*-rank-{trainer.global_rank}"))
+
+
 def folders(rank: int, world_size: int, folder: str, file: str) -> Any:
     seen = []
     for fails in (False, True):
         seen.append(run(folder, fails))
         gc.collect()  # the trainer goes, whose checkpoints could have been asked for until now
         torch.distributed.barrier()
+    failed = validate(folder)
+    torch.distributed.barrier()
     left = os.listdir(folder)
     with pytest.raises(ValueError, match="cannot take the optimizer's state") as no_folder:
         run(f"{file}/below")
@@ -151,7 +166,7 @@ def folders(rank: int, world_size: int, folder: str, file: str) -> Any:
         os.posix_fallocate = reserve
     gc.collect()
     torch.distributed.barrier()
-    return seen, left, str(no_folder.value), str(no_space.value), os.listdir(folder)
+    return seen, [*left, *failed], str(no_folder.value), str(no_space.value), os.listdir(folder)
 
 
 def full(*args: Any) -> None:
