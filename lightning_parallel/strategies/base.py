@@ -1,26 +1,20 @@
-"""Glue: what every strategy of the package does alike: layout and groups, whose samples, plain checkpoints, the end."""
+"""Glue: what every strategy of the package does alike: layout and groups, whose samples, reductions, the end."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from lightning_parallel import comm
-from lightning_parallel.checkpoint.optimizer_states import (
-    full_optimizer_state,
-    local_optimizer_state,
-    outline_optimizer_state,
-)
 from lightning_parallel.layout import ParallelLayout
 from lightning_parallel.mesh import Mesh, build_mesh
 from lightning_parallel.strategies import _compat, metric_states
@@ -29,7 +23,7 @@ from lightning_parallel.strategies.config import SizeOrAuto, check_flag
 from lightning_parallel.strategies.even_split import even_or_planned
 from lightning_parallel.strategies.failures import FailureWatch
 from lightning_parallel.strategies.left_apart import AFTER_AN_EXCEPTION, AS_ASKED_FOR, refuse_left_apart
-from lightning_parallel.strategies.partition import Partition, materialize
+from lightning_parallel.strategies.partition import Partition
 from lightning_parallel.strategies.predictions import PredictionGatherer
 from lightning_parallel.strategies.refusals import note_surroundings, refuse_data, refuse_objects, refuse_options
 from lightning_parallel.strategies.replica_data import ReplicaData
@@ -135,6 +129,10 @@ class PartitionedStrategy(DDPStrategy):
         if self._partition is None:
             raise RuntimeError("the module is split in setup(), before anything that needs its parts")
         return self._partition
+
+    @property
+    def _is_split(self) -> bool:
+        return self._partition is not None and not self._partition.restored
 
     # -------------------------------------------------------------- processes and data
     def set_world_ranks(self) -> None:
@@ -295,77 +293,6 @@ class PartitionedStrategy(DDPStrategy):
         if group is not None and group is not self.mesh.world:
             return super().all_gather(tensor, group, sync_grads)
         return tensor if self.mesh.data is None else super().all_gather(tensor, self.mesh.data, sync_grads)
-
-    # -------------------------------------------------------------- checkpoints
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """How checkpoints are written and read: in whole files, unless the user chose a plugin."""
-        return _compat.whole_file_io(self)
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, plugin: CheckpointIO) -> None:
-        _compat.set_checkpoint_io(self, plugin)
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Weights go into the whole module before it is split, as callbacks that restore copies of it expect."""
-        return False
-
-    @property
-    def _is_split(self) -> bool:
-        return self._partition is not None and not self._partition.restored
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole model as a plain run would save it; on ranks other than 0 without data.
-
-        Raises:
-            RuntimeError: the run has ended and its weights were not gathered, or ranks failed at different steps.
-        """
-        self._watch.check_collective("a checkpoint")
-        if not self._is_split:
-            if self._partition is not None and self._partition.left_apart:
-                raise RuntimeError(self._partition.left_apart)
-            return super().lightning_module_state_dict()
-        partition = self._split_module()
-        with self._sight.hidden(), metric_states.summed_over_replicas(partition.module, self.mesh.data):
-            if self.mesh.data_rank != 0:
-                return partition.shards.outline()
-            return partition.shards.full_state_dict(keep=self.is_global_zero)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads a plain checkpoint, before or after the module was split."""
-        state = checkpoint["state_dict"]
-        if self._is_split:
-            with self._sight.hidden():
-                self._split_module().shards.load_full_state_dict(state, strict)
-        else:
-            materialize(self._module(), torch.device("cpu"), given=state)
-            super().load_model_state_dict(checkpoint, strict)
-            metric_states.keep_once(self._module(), self.mesh.data_rank)
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The state of a plain optimizer; on ranks other than 0 without data."""
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
-        if self._trained is None:
-            return optimizer.state_dict()
-        with self._sight.hidden(), self._whole_state(optimizer):
-            if self.mesh.data_rank != 0:
-                return outline_optimizer_state(optimizer)
-            return full_optimizer_state(self._trained.shards, optimizer, self._trained.names, self.is_global_zero)
-
-    def _whole_state(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """Inside, an optimizer of replica 0 holds all of its state."""
-        return nullcontext() if self._sharding is None else self._sharding.whole_state(optimizer)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads this rank's part of plain optimizer states."""
-        partition = self._split_module()
-        for optimizer, full in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            local = local_optimizer_state(partition.shards, optimizer, partition.names, full)
-            if self._sharding is None:
-                optimizer.load_state_dict(local)
-            else:
-                self._sharding.load(optimizer, local)
 
     # -------------------------------------------------------------- end
     def on_exception(self, exception: BaseException) -> None:

@@ -24,7 +24,6 @@ from lightning_parallel.strategies._compat_loops import (
     has_training_data,
     skips_backward,
 )
-from lightning_parallel.strategies.base import PartitionedStrategy
 from lightning_parallel.strategies.config import (
     LossConfig,
     LossWeight,
@@ -45,11 +44,12 @@ from lightning_parallel.strategies.sharding import ReplicaSharding
 from lightning_parallel.strategies.span import ModelSpan
 from lightning_parallel.strategies.steps import StepOptions, StepRunner
 from lightning_parallel.strategies.trial import StepTrial
+from lightning_parallel.strategies.whole_checkpoints import WholeCheckpointStrategy
 
 __all__ = ["TensorPipelineStrategy"]
 
 
-class TensorPipelineStrategy(PartitionedStrategy):
+class TensorPipelineStrategy(WholeCheckpointStrategy):
     """Tensor x pipeline x data parallel training of an unmodified LightningModule.
 
     Layers are split over tensor ranks as in Megatron-LM (Shoeybi et al. 2019), blocks over pipeline stages that run
