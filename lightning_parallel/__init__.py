@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from lightning_parallel.lazy_names import lazy_names
 from lightning_parallel.when_imported import when_imported
 
 if TYPE_CHECKING:
@@ -37,22 +38,19 @@ __all__ = [
     "__version__",
 ]
 
-_HOMES = {
-    "AutoStrategy": "lightning_parallel.strategies",
-    "LossConfig": "lightning_parallel.strategies",
-    "ParallelLayout": "lightning_parallel.layout",
-    "PipelineConfig": "lightning_parallel.strategies",
-    "TensorParallelConfig": "lightning_parallel.strategies",
-    "TensorPipelineStrategy": "lightning_parallel.strategies",
-    "ZeroConfig": "lightning_parallel.strategies",
-    "ZeroStrategy": "lightning_parallel.strategies",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "AutoStrategy": "strategies",
+        "LossConfig": "strategies",
+        "ParallelLayout": "layout",
+        "PipelineConfig": "strategies",
+        "TensorParallelConfig": "strategies",
+        "TensorPipelineStrategy": "strategies",
+        "ZeroConfig": "strategies",
+        "ZeroStrategy": "strategies",
+    },
+)
 
 
 def _register_strategies() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lightning_parallel.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from lightning_parallel.strategies.auto import AutoStrategy
@@ -21,18 +22,15 @@ __all__ = [
     "ZeroStrategy",
 ]
 
-_HOMES = {
-    "AutoStrategy": "auto",
-    "LossConfig": "config",
-    "PipelineConfig": "config",
-    "TensorParallelConfig": "config",
-    "TensorPipelineStrategy": "tensor_pipeline",
-    "ZeroConfig": "config",
-    "ZeroStrategy": "zero",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "AutoStrategy": "auto",
+        "LossConfig": "config",
+        "PipelineConfig": "config",
+        "TensorParallelConfig": "config",
+        "TensorPipelineStrategy": "tensor_pipeline",
+        "ZeroConfig": "config",
+        "ZeroStrategy": "zero",
+    },
+)

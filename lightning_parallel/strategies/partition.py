@@ -29,7 +29,16 @@ from lightning_parallel.tensor_parallel.rules import TensorPlan
 from lightning_parallel.tensor_parallel.shards import all_gather_full, shard_tensor
 from lightning_parallel.zero.unit_sharder import UnitSharder
 
-__all__ = ["Partition", "agree", "give_memory", "make_partition", "materialize", "own_tensors", "synchronize_start"]
+__all__ = [
+    "Partition",
+    "agree",
+    "drawing_of",
+    "give_memory",
+    "make_partition",
+    "materialize",
+    "own_tensors",
+    "synchronize_start",
+]
 
 
 def agree(mesh_group: Any, work: Callable[[], Any]) -> Any:
@@ -78,17 +87,27 @@ def materialize(module: nn.Module, device: torch.device, given: Collection[str] 
             give_memory(tensor, device)
         if all(key in given for key in empty):
             continue
-        reset = getattr(child, "reset_parameters", None)
-        if not callable(reset):
-            raise ValueError(
-                f"{name or type(child).__name__} was built on the meta device and has no reset_parameters() to start "
-                "its weights; define it, or build the module outside of the meta device"
-            )
+        reset = drawing_of(name, child)
         kept = {key: t.detach().clone() for key, t in own.items() if key not in empty}  # tied to an earlier module
         with torch.no_grad():
             reset()
             for key, value in kept.items():
                 own[key].copy_(value)
+
+
+def drawing_of(name: str, module: nn.Module) -> Callable[[], object]:
+    """What draws a module's own start weights.
+
+    Raises:
+        ValueError: a module that was built on the meta device has nothing that does.
+    """
+    reset = getattr(module, "reset_parameters", None)
+    if not callable(reset):
+        raise ValueError(
+            f"{name or type(module).__name__} was built on the meta device and has no reset_parameters() to start its "
+            "weights; define it, or build the module outside of the meta device"
+        )
+    return reset
 
 
 def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.mesh import Mesh
-from lightning_parallel.strategies.partition import give_memory, own_tensors
+from lightning_parallel.strategies.partition import drawing_of, give_memory, own_tensors
 from lightning_parallel.zero.unit_sharder import UnitSharder
 
 __all__ = ["draw_shares", "leave_meta"]
@@ -49,12 +49,7 @@ def draw_shares(module: nn.Module, sharder: UnitSharder, waiting: set[int], mesh
         fresh = [p for p in own.values() if id(p) in waiting or p.is_meta]
         if not fresh:
             continue
-        reset = getattr(child, "reset_parameters", None)
-        if not callable(reset):
-            raise ValueError(
-                f"{name or type(child).__name__} was built on the meta device and has no reset_parameters() to start "
-                "its weights; define it, or build the module outside of the meta device"
-            )
+        reset = drawing_of(name, child)
         parameters = [p for p in own.values() if isinstance(p, nn.Parameter)]
         kept = {id(t): t.clone() for t in own.values() if not isinstance(t, nn.Parameter) and not t.is_meta}
         hidden = [p.data for p in parameters]

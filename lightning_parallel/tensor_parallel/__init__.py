@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lightning_parallel.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from lightning_parallel.tensor_parallel.loss import vocab_parallel_cross_entropy
@@ -27,19 +28,16 @@ __all__ = [
     "vocab_parallel_cross_entropy",
 ]
 
-_HOMES = {
-    "ColumnParallelLinear": "modules",
-    "RowParallelLinear": "modules",
-    "ShardSpec": "sharding",
-    "VocabParallelEmbedding": "modules",
-    "parallelize_module": "parallelize",
-    "resolve_plan": "plan",
-    "shard_parameters": "parallelize",
-    "vocab_parallel_cross_entropy": "loss",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "ColumnParallelLinear": "modules",
+        "RowParallelLinear": "modules",
+        "ShardSpec": "sharding",
+        "VocabParallelEmbedding": "modules",
+        "parallelize_module": "parallelize",
+        "resolve_plan": "plan",
+        "shard_parameters": "parallelize",
+        "vocab_parallel_cross_entropy": "loss",
+    },
+)

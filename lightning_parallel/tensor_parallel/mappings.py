@@ -144,13 +144,7 @@ class _SplitToGroup(torch.autograd.Function):
         return _GatherFromGroup.apply(grad, ctx.group, ctx.dim, ctx.sizes), None, None, None
 
 
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int] | None) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        ctx.sizes = [x.shape[dim]] * group.size() if sizes is None else sizes
-        return all_gather_dim(x, group, dim, sizes)
-
+class _GatherSequence(_GatherFromGroup):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _ReduceScatterSequence.apply(grad, ctx.group, ctx.dim, ctx.sizes), None, None, None
