@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["batch_size", "count_valid_labels", "map_tensors", "merge_outputs", "slice_batch", "split_batch"]
+__all__ = [
+    "are_sample_lists",
+    "batch_size",
+    "count_valid_labels",
+    "map_tensors",
+    "merge_outputs",
+    "slice_batch",
+    "split_batch",
+]
 
 
 # ------------------------------------------------------------------------------------------------ structure
@@ -268,7 +276,7 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequenc
         return torch.cat(list(outputs)) if isinstance(first, torch.Tensor) else _concatenate(outputs)
     if isinstance(first, Mapping) and not dataclasses.is_dataclass(first):
         return _merge_mappings(outputs, sizes, weights)
-    if _are_sample_lists(outputs, sizes):
+    if are_sample_lists(outputs, sizes):
         return _rebuild(first, [entry for o in outputs for entry in o])
     columns = [_children(o) for o in outputs]
     if columns[0] and all(len(c) == len(columns[0]) for c in columns):
@@ -296,7 +304,8 @@ def _merge_mappings(outputs: Sequence[Any], sizes: Sequence[int], weights: Seque
     return _rebuild(fullest, [merged[key] for key in fullest]) if len(fullest) == len(merged) else merged
 
 
-def _are_sample_lists(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
+def are_sample_lists(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Whether results are lists with one entry per sample, which may be tensors of unequal sizes."""
     if not all(_is_sample_list(o, s) for o, s in zip(outputs, sizes, strict=True)):
         return False
     # A tuple of numbers is the loss and the accuracy rather than one number per sample.

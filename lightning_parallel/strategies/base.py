@@ -27,7 +27,7 @@ from lightning_parallel.strategies.partition import Partition
 from lightning_parallel.strategies.predictions import PredictionGatherer
 from lightning_parallel.strategies.refusals import note_surroundings, refuse_data, refuse_objects, refuse_options
 from lightning_parallel.strategies.replica_data import ReplicaData
-from lightning_parallel.strategies.samples import SampleCounter
+from lightning_parallel.strategies.samples import SampleCounter, refuse_unlike_shares
 from lightning_parallel.strategies.sharding import ReplicaSharding
 from lightning_parallel.strategies.sight import Sight
 from lightning_parallel.strategies.span import ModelSpan
@@ -192,6 +192,7 @@ class PartitionedStrategy(DDPStrategy):
         self._replica_data.refuse_missing(dataloader, *stage_limit(trainer))
         if not isinstance(dataloader, DataLoader):
             return dataloader
+        refuse_unlike_shares(dataloader, self.mesh)
         sampler = dataloader.sampler
         if original is not None and sampler is not original.sampler and not trainer.predicting:
             if self.layout.data == 1 and not isinstance(original.sampler, RandomSampler):

@@ -9,7 +9,7 @@ import torch
 
 from lightning_parallel import comm
 from lightning_parallel.mesh import Mesh
-from lightning_parallel.pipeline.batch import batch_size
+from lightning_parallel.pipeline.batch import are_sample_lists, batch_size
 from lightning_parallel.strategies.samples import divides_evenly
 
 __all__ = ["PredictionGatherer", "interleave"]
@@ -68,8 +68,9 @@ def _join(parts: list[list[Any]], sizes: list[list[int | None]]) -> list[Any]:
 def interleave(outputs: Sequence[Any], sizes: Sequence[int | None]) -> Any:
     """Results of several replicas, whose samples are dealt out in turn, in the order of the samples.
 
-    Tensors and lists with one entry per sample are interleaved, numbers and tensors without dimensions are averaged
-    over the samples, mappings and tuples are joined entry by entry; of anything else the first replica's is returned.
+    Tensors and lists with one entry per sample (also tensors of unequal sizes) are interleaved, numbers and tensors
+    without dimensions are averaged over the samples, mappings and tuples are joined entry by entry; of anything else
+    the first replica's is returned.
 
     Args:
         outputs: results, one per replica.
@@ -77,6 +78,10 @@ def interleave(outputs: Sequence[Any], sizes: Sequence[int | None]) -> Any:
 
     >>> interleave([["a", "c", "e"], ["b", "d"]], [3, 2])
     ['a', 'b', 'c', 'd', 'e']
+    >>> [len(t) for t in interleave([[torch.zeros(1), torch.zeros(3)], [torch.zeros(2), torch.zeros(4)]], [2, 2])]
+    [1, 2, 3, 4]
+    >>> interleave([(0.5, 1.0), (1.5, 3.0)], [2, 2])  # a loss and an accuracy
+    (1.0, 2.0)
     """
     first = outputs[0]
     known = [size or 0 for size in sizes]
@@ -90,11 +95,10 @@ def interleave(outputs: Sequence[Any], sizes: Sequence[int | None]) -> Any:
         return _mean([torch.tensor(o, dtype=torch.float64) for o in outputs], known).item()
     if isinstance(first, Mapping):
         return {key: interleave([o[key] for o in outputs], sizes) for key in first}
+    if are_sample_lists(outputs, known):
+        flat = [entry for o in outputs for entry in o]
+        return type(first)([flat[place] for place in _turns(known)])
     if isinstance(first, list | tuple):
-        per_sample = all(len(o) == size for o, size in zip(outputs, known, strict=True))
-        if per_sample and not any(isinstance(x, torch.Tensor) and x.dim() for x in first):
-            flat = [entry for o in outputs for entry in o]
-            return type(first)([flat[place] for place in _turns(known)])
         entries = [interleave(list(same), sizes) for same in zip(*outputs, strict=True)]
         return type(first)(*entries) if hasattr(first, "_fields") else type(first)(entries)
     return first

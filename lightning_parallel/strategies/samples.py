@@ -7,19 +7,44 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_parallel import comm
+from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.batch import batch_size, slice_batch
 
-__all__ = ["SampleCounter", "divides_evenly", "real_samples"]
+__all__ = ["SampleCounter", "divides_evenly", "real_samples", "refuse_unlike_shares"]
 
 
 def _dividing_sampler(loader: Any, replicas: int) -> DistributedSampler[Any] | None:
     """The sampler that gives every replica equally many samples; None if the loader has another kind."""
     if not isinstance(loader, DataLoader):
         return None
-    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
-        if isinstance(sampler, DistributedSampler):
-            return sampler if sampler.num_replicas == replicas else None
-    return None
+    sampler = next((s for s in _samplers(loader) if isinstance(s, DistributedSampler)), None)
+    return None if sampler is None or sampler.num_replicas != replicas else sampler
+
+
+def _samplers(loader: DataLoader[Any]) -> tuple[Any, ...]:
+    return loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)
+
+
+def refuse_unlike_shares(loader: DataLoader[Any], mesh: Mesh) -> None:
+    """Raises ValueError if a sampler deals the ranks of one replica different samples. Collective over the replica.
+
+    A `DistributedSampler` that is made without arguments, as for DDP, divides the data among all processes.
+    """
+    names = ("num_replicas", "rank")
+    shares = [
+        tuple(getattr(sampler, name) for name in names) for sampler in _samplers(loader) if _deals(sampler, names)
+    ]
+    if len({repr(told) for told in comm.gather_objects(shares, mesh.model_control)}) > 1:
+        raise ValueError(
+            f"a sampler of the {type(loader.dataset).__name__} divides it among {shares[0][0]} processes, but the "
+            f"{comm.group_size(mesh.model)} ranks of a replica must have the same samples; make it with "
+            "**trainer.strategy.distributed_sampler_kwargs, or leave it to the trainer"
+        )
+
+
+def _deals(sampler: Any, names: tuple[str, ...]) -> bool:
+    return all(isinstance(getattr(sampler, name, None), int) for name in names)
 
 
 def divides_evenly(loader: Any, replicas: int) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import grad_norm
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from tests.glue.oracle import LAYOUTS, Classifier, Layout, Samples, Site, check, observe, weights
 from tests.harness import Ranks
@@ -161,6 +161,31 @@ def test_replicas_that_end_at_different_batches_are_told(ranks: Ranks) -> None:
                 "the training data of some replicas ends with batch 4 of this epoch and that of others goes on; give "
                 "every replica the same number of batches, for example limit_train_batches=4"
             )
+
+
+def deals_apart(site: Site) -> str:
+    """A sampler as for DDP, which divides the data among all processes, also those of one replica."""
+    data = Samples(COUNT)
+    loader = DataLoader(
+        data, batch_size=4, sampler=DistributedSampler(data, shuffle=False, num_replicas=2, rank=site.rank)
+    )
+    with pytest.raises(ValueError, match="ranks of a replica must have the same samples") as error:
+        site.trainer().fit(Classifier(), loader)
+    module = Recording()
+    trainer = site.trainer(max_epochs=1)
+    fitting = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=False, num_replicas=1, rank=0))
+    trainer.fit(module, fitting)
+    assert module.epochs == {0: list(range(COUNT))}
+    return str(error.value)
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1)])
+def test_a_sampler_that_deals_a_replicas_ranks_different_samples_is_refused(ranks: Ranks, layout: Layout) -> None:
+    for text in ranks(2, observe, deals_apart, layout, {}, launch="lightning"):
+        assert text == (
+            "a sampler of the Samples divides it among 2 processes, but the 2 ranks of a replica must have the same "
+            "samples; make it with **trainer.strategy.distributed_sampler_kwargs, or leave it to the trainer"
+        )
 
 
 class Module(LightningDataModule):
