@@ -30,23 +30,32 @@ from torchmetrics import Metric
 from lightning_parallel.strategies.checkpoint_file import WholeFileIO
 
 __all__ = [
+    "callbacks_of",
+    "copy_module",
     "example_training_batch",
     "forget_training_data",
     "is_resuming",
     "logged_to",
+    "module_copies",
     "note_log",
     "note_sigterm",
+    "remember_loaders",
     "result_owner",
     "run_without_logging",
     "running_metrics",
     "running_sums",
+    "seed_workers",
+    "sees_old_gradients",
     "set_checkpoint_io",
     "set_module_device",
     "set_running_sums",
     "sigterm_handlers",
+    "step_arguments",
     "sums_kept",
+    "take_original_loader",
     "training_batch_size",
     "unmovable_left_alone",
+    "whole_file_io",
 ]
 
 
