@@ -78,7 +78,9 @@ def running_job(trainer: Trainer, shape: ModelShape, split: Candidate, batch_siz
     Raises:
         ValueError: a precision or an optimizer that the planner does not know.
     """
-    products, kept = planned_states(str(trainer.precision), split.zero_stage)
+    strategy = trainer.strategy
+    sums = strategy.zero_config.gradient_dtype if isinstance(strategy, TensorPipelineStrategy) else "float32"
+    products, kept = planned_states(str(trainer.precision), split.zero_stage, sums)
     nodes = trainer.num_nodes
     return TrainingJob(
         shape,

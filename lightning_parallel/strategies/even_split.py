@@ -97,7 +97,8 @@ def _why_not_even(strategy: Any, shape: ModelShape, cluster: Cluster, even: Para
         batch, cluster = 1, replace(cluster, gpu=replace(cluster.gpu, memory_gib=UNLIMITED_GIB))
     parts = min(batch, strategy.pipeline_config.micro_batches_for(even.pipeline))
     micro_batch = -(-batch // parts)
-    products, kept = planned_states(str(strategy.precision_plugin.precision), strategy.zero_config.stage)
+    zero = strategy.zero_config
+    products, kept = planned_states(str(strategy.precision_plugin.precision), zero.stage, zero.gradient_dtype)
     job = TrainingJob(shape, cluster, micro_batch * parts * even.data, precision=products, states=kept)
     sizes = {"tensor": even.tensor, "pipeline": even.pipeline, "data": even.data, "micro_batch": micro_batch}
     rejected = rank_layouts(job, {**_fixed(strategy), **sizes}).rejected

@@ -49,8 +49,13 @@ class PlannedPipeline(PipelineConfig):
         return self.planned if self.micro_batches == "auto" else super().micro_batches_for(stages)
 
 
-def planned_states(precision: str, zero_stage: int) -> tuple[str, str]:
+def planned_states(precision: str, zero_stage: int, gradient_dtype: str = "float32") -> tuple[str, str]:
     """The planner's names of a Trainer's precision: of the products, and of what is kept beside them.
+
+    Args:
+        precision: as a Trainer names it.
+        zero_stage: 0 to 3.
+        gradient_dtype: see `ZeroConfig`.
 
     Raises:
         ValueError: a precision that the planner does not know.
@@ -59,8 +64,9 @@ def planned_states(precision: str, zero_stage: int) -> tuple[str, str]:
         raise ValueError(f"precision={precision!r} is not planned; use {' or '.join(map(repr, _PRECISIONS))}")
     kept = "autocast"
     if precision in ("16-true", "bf16-true"):
-        # ZeRO sums gradients and steps in 32 bit.
-        kept = "fp32-gradients" if zero_stage else "true"
+        # ZeRO steps in 32 bit, and sums gradients in it unless it is told not to.
+        sharded = "fp32-gradients" if gradient_dtype == "float32" else "mixed"
+        kept = sharded if zero_stage else "true"
     return _PRECISIONS[precision], kept
 
 

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lightning_parallel import TensorPipelineStrategy
+from lightning_parallel import TensorPipelineStrategy, ZeroConfig
 from lightning_parallel.callbacks import MemoryReport, PlanReport
 from lightning_parallel.strategies import ZeroStrategy
 from tests.glue.oracle import Site, shard
@@ -62,6 +62,9 @@ def compared(world_size: int, strategy: Any, module: type[Wide] = Wide, tied: bo
     return reports[0].ranks, reports[1].ranks, printed.getvalue()
 
 
+NARROW = ZeroConfig(2, gradient_dtype="parameter")
+
+
 def on_two(rank: int, world_size: int) -> dict[str, Any]:
     def split(tensor: int, pipeline: int, **options: Any) -> Any:
         return TensorPipelineStrategy(tensor, pipeline, plan="auto", **options)
@@ -75,6 +78,7 @@ def on_two(rank: int, world_size: int) -> dict[str, Any]:
         "zero 2": compared(world_size, ZeroStrategy(2)),
         "zero 3": compared(world_size, ZeroStrategy(3)),
         "zero 2, half precision": compared(world_size, ZeroStrategy(2), precision="bf16-true"),
+        "zero 2, narrow": compared(world_size, ZeroStrategy(NARROW), precision="bf16-true"),
         "autocast": compared(world_size, ZeroStrategy(1), precision="bf16-mixed"),
         "ddp": compared(world_size, "ddp"),
         "fsdp": compared(world_size, ModelParallelStrategy(2, 1, process_group_backend="gloo"), Sharded),
