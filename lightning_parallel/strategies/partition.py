@@ -281,10 +281,15 @@ def make_partition(
 
     def plan() -> tuple[TensorPlan, CutPlan | None]:
         stages, ranks = mesh.layout.pipeline, mesh.layout.tensor
-        needs_blocks = stages > 1 or (ranks > 1 and tensor.sequence_parallel)
-        blocks = resolve_blocks(module, pipeline.blocks) if needs_blocks else ()
+        uses_blocks = stages > 1 or (ranks > 1 and tensor.sequence_parallel)
+        # Names that the user gave are looked up even where nothing is made of blocks: a typo must not wait.
+        blocks = resolve_blocks(module, pipeline.blocks) if uses_blocks or pipeline.blocks != "auto" else ()
         tensor_plan = resolve_plan(
-            module, tensor.plan, ranks, sequence_parallel=tensor.sequence_parallel and ranks > 1, blocks=blocks
+            module,
+            tensor.plan,
+            ranks,
+            sequence_parallel=tensor.sequence_parallel and ranks > 1,
+            blocks=blocks if uses_blocks else (),
         )
         if stages == 1:
             return tensor_plan, None

@@ -9,6 +9,8 @@ from lightning_parallel.strategies.tensor_pipeline import TensorPipelineStrategy
 
 __all__ = ["ZeroStrategy"]
 
+_FIXED = frozenset({"tensor_parallel_size", "pipeline_parallel_size", "micro_batches", "zero_stage"})
+
 
 class ZeroStrategy(TensorPipelineStrategy):
     """Data parallel training of an unmodified LightningModule with sharded model state (Rajbhandari et al. 2020).
@@ -34,7 +36,7 @@ class ZeroStrategy(TensorPipelineStrategy):
             `TensorPipelineStrategy`; accelerator, devices, plugins and start_method, as for Lightning's DDPStrategy.
 
     Raises:
-        ValueError: an option is not understood or not available.
+        ValueError: an option is not understood or not available, or sizes of tensor or pipeline parallelism are given.
     """
 
     def __init__(
@@ -49,6 +51,12 @@ class ZeroStrategy(TensorPipelineStrategy):
         bucket_bytes: int = 25 * 2**20,
         **kwargs: Any,
     ) -> None:
+        taken = sorted(_FIXED & kwargs.keys())
+        if taken:
+            raise ValueError(
+                f"ZeroStrategy has no {' and no '.join(taken)}: its ranks are all replicas; use "
+                f"TensorPipelineStrategy(zero_stage={stage if isinstance(stage, int) else 1}, ...)"
+            )
         zero = ZeroConfig.of(stage, offload=offload, nvme_path=nvme_path, offload_parameters=offload_parameters)
         super().__init__(
             tensor_parallel_size=1,

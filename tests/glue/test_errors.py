@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_parallel import TensorPipelineStrategy
+from lightning_parallel import TensorPipelineStrategy, ZeroStrategy
 from lightning_parallel.strategies import refusals
 from lightning_parallel.strategies.failures import FailureWatch
 from lightning_parallel.tensor_parallel import ColumnParallelLinear
@@ -89,6 +89,13 @@ from tests.harness.process import ROOT
 def test_options(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         TensorPipelineStrategy(**options)
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size", "micro_batches", "zero_stage"])
+def test_sizes_that_a_zero_strategy_has_not(name: str) -> None:
+    text = f"ZeroStrategy has no {name}: its ranks are all replicas; use TensorPipelineStrategy(zero_stage=2, ...)"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        ZeroStrategy(stage=2, **{name: 2})
 
 
 @pytest.mark.parametrize(
@@ -301,6 +308,11 @@ TENSOR: dict[str, Case] = {
         "in plan=..., which splits it",
     ),
     "pattern": (Classifier, {"plan": {"net.fc": "colwise"}}, "plan pattern 'net.fc' matches no module; close names: "),
+    "blocks that nothing uses": (
+        Classifier,
+        {"blocks": "net.block.*"},
+        "blocks pattern 'net.block.*' matches no module; close names: net.blocks.*",
+    ),
     "nothing": (NoBlocks, {"plan": "auto"}, "the plan splits no layer of NoBlocks; give one such as plan={"),
     "manual": (
         Manual,
