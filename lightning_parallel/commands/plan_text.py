@@ -26,7 +26,7 @@ def plan_text(data: Mapping[str, Any]) -> list[RenderableType]:
         best = data["plans"][0]
         parts += ["", best["trainer"], "", best["yaml"], ""]
         parts += [f"also: {line}" for line in best["alternatives"]]
-        parts += [best["recompute_note"]] if best["recompute_note"] else []
+        parts += [best[note] for note in ("precision_note", "recompute_note") if best[note]]
     parts += [_reasons(data["rejected"])] if data["rejected"] else []
     return [*parts, *data["advice"]]
 

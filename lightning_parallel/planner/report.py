@@ -8,6 +8,7 @@ from typing import Any
 from lightning_parallel.planner.hardware import GIB
 from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.memory import EXACT_TERMS, StageMemory
+from lightning_parallel.planner.precisions import precision_note
 from lightning_parallel.planner.search import Plan, Rejected, SearchResult
 from lightning_parallel.planner.strategy_text import alternatives, recompute_note, strategy_of, trainer_line, yaml_text
 
@@ -94,6 +95,7 @@ def _plan_data(job: TrainingJob, plan: Plan, price: float, tokens: float) -> dic
         "yaml": yaml_text(job, split),
         "alternatives": alternatives(job, split),
         "recompute_note": recompute_note(split),
+        "precision_note": precision_note(job, split),
     }
     if tokens:
         hours = tokens / per_second / 3600

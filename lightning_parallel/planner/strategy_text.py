@@ -8,8 +8,9 @@ from typing import Any
 
 from lightning_parallel.pipeline.schedules import SCHEDULE_NAMES
 from lightning_parallel.planner.job import Candidate, TrainingJob
+from lightning_parallel.planner.precisions import keeps_masters, precision_flag
 
-__all__ = ["alternatives", "precision_flag", "recompute_note", "strategy_of", "trainer_line", "unrunnable", "yaml_text"]
+__all__ = ["alternatives", "recompute_note", "strategy_of", "trainer_line", "unrunnable", "yaml_text"]
 
 _OURS = "lightning_parallel.strategies.TensorPipelineStrategy"
 _ZERO = "lightning_parallel.strategies.ZeroStrategy"
@@ -17,7 +18,7 @@ _ZERO_CONFIG = "lightning_parallel.strategies.ZeroConfig"
 _DDP = "lightning.pytorch.strategies.DDPStrategy"
 _FSDP = "lightning.pytorch.strategies.FSDPStrategy"
 _DEEPSPEED = "lightning.pytorch.strategies.DeepSpeedStrategy"
-_PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
+_SHARDINGS = {2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
 
 
 def unrunnable(split: Candidate) -> str:
@@ -34,8 +35,15 @@ def unrunnable(split: Candidate) -> str:
 
 def strategy_of(job: TrainingJob, split: Candidate) -> dict[str, Any]:
     """``class_path`` and ``init_args`` of the strategy; the path is None when nothing runs it."""
-    if unrunnable(split):
-        return {"class_path": None, "init_args": {}, "why": unrunnable(split)}
+    why = unrunnable(split)
+    if why:
+        return {"class_path": None, "init_args": {}, "why": why}
+    bare = job.narrow and job.states == "true" and keeps_masters(split)
+    if bare and split.tensor * split.pipeline == 1 and split.zero_stage in _SHARDINGS and split.offload == "none":
+        return {"class_path": _FSDP, "init_args": {"sharding_strategy": _SHARDINGS[split.zero_stage]}}
+    if bare:
+        why = f"no strategy here runs ZeRO {split.zero_stage} without 32-bit copies of weights; use --states mixed"
+        return {"class_path": None, "init_args": {}, "why": why}
     if split.tensor * split.pipeline > 1:
         arguments: dict[str, Any] = {
             "tensor_parallel_size": split.tensor,
@@ -46,26 +54,45 @@ def strategy_of(job: TrainingJob, split: Candidate) -> dict[str, Any]:
             arguments["schedule"] = split.schedule
         if split.tensor > 1 and split.sequence_parallel:
             arguments["sequence_parallel"] = True
-        if split.offload != "none":
-            moved = {"stage": split.zero_stage, "offload": split.offload}
-            arguments["zero_stage"] = {"class_path": _ZERO_CONFIG, "init_args": moved}
+        options = _zero_options(job, split)
+        if len(options) > 1:
+            arguments["zero_stage"] = {"class_path": _ZERO_CONFIG, "init_args": options}
         elif split.zero_stage:
             arguments["zero_stage"] = split.zero_stage
         return {"class_path": _OURS, "init_args": arguments}
     if split.zero_stage:
-        options: dict[str, Any] = {"stage": split.zero_stage}
-        if split.offload != "none":
-            options |= {"offload": split.offload} | ({"offload_parameters": True} if split.zero_stage == 3 else {})
-        return {"class_path": _ZERO, "init_args": options}
+        return {"class_path": _ZERO, "init_args": _zero_arguments(job, split)}
     return {"class_path": _DDP, "init_args": {}}
+
+
+def _zero_options(job: TrainingJob, split: Candidate) -> dict[str, Any]:
+    """Arguments of `ZeroConfig`."""
+    options: dict[str, Any] = {"stage": split.zero_stage}
+    if split.offload != "none":
+        options |= {"offload": split.offload} | ({"offload_parameters": True} if split.zero_stage == 3 else {})
+    if job.narrow and job.gradient_bytes == 2 and keeps_masters(split):
+        options["gradient_dtype"] = "parameter"
+    return options
+
+
+def _zero_arguments(job: TrainingJob, split: Candidate) -> dict[str, Any]:
+    """Arguments of `ZeroStrategy`, which takes the rarer options as a `ZeroConfig` only."""
+    options = _zero_options(job, split)
+    if "gradient_dtype" not in options:
+        return options
+    return {"stage": {"class_path": _ZERO_CONFIG, "init_args": options}}
 
 
 def alternatives(job: TrainingJob, split: Candidate) -> list[str]:
     """Trainer lines of Lightning's own strategies that shard as much."""
     if split.tensor * split.pipeline > 1 or split.context > 1 or not split.zero_stage:
         return []
-    found = [(_DEEPSPEED, _deepspeed(split))]
-    sharding = {2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}.get(split.zero_stage)
+    if job.narrow and job.states == "true":
+        return []  # FSDP's line is the plan's own, and DeepSpeed keeps 32-bit copies
+    found: list[tuple[str, dict[str, Any]]] = []
+    if job.master_bytes or not job.narrow:
+        found.append((_DEEPSPEED, _deepspeed(split)))
+    sharding = _SHARDINGS.get(split.zero_stage)
     if sharding and split.offload == "none":
         found.append((_FSDP, {"sharding_strategy": sharding}))
     return [_line(job, split, path, arguments) for path, arguments in found]
@@ -99,18 +126,11 @@ def _deepspeed(split: Candidate) -> dict[str, Any]:
     return arguments
 
 
-def precision_flag(job: TrainingJob) -> str:
-    """The Trainer's name of the job's precision; 8 and 4 bit run through Transformer Engine, from 16-bit weights."""
-    if job.states == "true" and job.precision in ("fp16", "bf16"):
-        return f"{job.precision.replace('fp', '')}-true"
-    return _PRECISIONS.get(job.precision, "transformer-engine")
-
-
-def _trainer_arguments(job: TrainingJob, split: Candidate) -> dict[str, Any]:
+def _trainer_arguments(job: TrainingJob, split: Candidate, class_path: str) -> dict[str, Any]:
     arguments: dict[str, Any] = {"devices": job.cluster.gpus_per_node}
     if job.cluster.nodes > 1:
         arguments["num_nodes"] = job.cluster.nodes
-    arguments["precision"] = precision_flag(job)
+    arguments["precision"] = precision_flag(job, split, class_path.rpartition(".")[2])
     if split.tensor * split.pipeline == 1 and split.micro_batches(job) > 1:
         arguments["accumulate_grad_batches"] = split.micro_batches(job)
     return arguments
@@ -126,7 +146,7 @@ def trainer_line(job: TrainingJob, split: Candidate) -> str:
 
 def _line(job: TrainingJob, split: Candidate, class_path: str, arguments: dict[str, Any]) -> str:
     inner = _keywords(arguments)
-    options = _keywords(_trainer_arguments(job, split))
+    options = _keywords(_trainer_arguments(job, split, class_path))
     return f"Trainer(strategy={class_path.rpartition('.')[2]}({inner}), {options})"
 
 
@@ -145,9 +165,10 @@ def yaml_text(job: TrainingJob, split: Candidate) -> str:
     strategy = strategy_of(job, split)
     if strategy["class_path"] is None:
         return f"# {strategy['why']}"
+    path = strategy["class_path"]
     lines = ["trainer:"]
-    lines += [f"  {name}: {json.dumps(value)}" for name, value in _trainer_arguments(job, split).items()]
-    lines += ["  strategy:", f"    class_path: {strategy['class_path']}"]
+    lines += [f"  {name}: {json.dumps(value)}" for name, value in _trainer_arguments(job, split, path).items()]
+    lines += ["  strategy:", f"    class_path: {path}"]
     if strategy["init_args"]:
         lines.append("    init_args:")
         lines += [f"      {name}: {json.dumps(value)}" for name, value in strategy["init_args"].items()]

@@ -145,7 +145,7 @@ def test_states_on_the_host_beside_tensor_ranks_are_proposed_and_run_as_written(
     assert parsed.class_path == strategy["class_path"]
     names = {"TensorPipelineStrategy": TensorPipelineStrategy, "ZeroConfig": ZeroConfig}
     made = eval(trainer_line(job, split), {**names, "Trainer": lambda strategy, **rest: strategy})
-    assert made.zero_config == ZeroConfig(stage=2, offload="cpu")
+    assert made.zero_config == ZeroConfig(stage=2, offload="cpu", gradient_dtype="parameter")
     for name in ("stage", "offload"):
         assert parsed.init_args.zero_stage.init_args[name] == getattr(made.zero_config, name)
     assert parsed.init_args.tensor_parallel_size == made.tensor_config.size == 8

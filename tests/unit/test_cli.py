@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
+from jsonargparse import ArgumentParser
+from lightning.pytorch.strategies import Strategy
 from torch import nn
 
 from lightning_parallel import strategies
 from lightning_parallel.cli import main
 from lightning_parallel.commands.doctor import LAUNCH_VARIABLES, environment_problems
 from lightning_parallel.commands.modules import parameter_count, shape_of_module
+from lightning_parallel.strategies import ZeroConfig
 
 
 def test_explain_bubble_prints_the_simulated_schedule(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,11 +67,48 @@ def test_the_yaml_and_the_trainer_line_make_the_same_strategy(
     assert main([*arguments, "--json"]) == 0
     best = json.loads(capsys.readouterr().out)["plans"][0]
     options, (_, _, name) = best["strategy"]["init_args"], best["strategy"]["class_path"].rpartition(".")
-    strategy = getattr(strategies, name)(**options)
+    names = {"ZeroConfig": ZeroConfig, expected: getattr(strategies, expected)}
+    strategy = eval(best["trainer"], {**names, "Trainer": lambda strategy, **rest: strategy})
     assert (name, strategy.zero_config.stage) == (expected, int(layout[layout.index("--zero") + 1]))
+    assert strategy.zero_config.gradient_dtype == "parameter"
     assert len(best["alternatives"]) == also
-    assert all(f"{name}={value!r}" in best["trainer"] for name, value in options.items())
     assert all(f"      {name}: {json.dumps(value)}" in best["yaml"].splitlines() for name, value in options.items())
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--strategy", type=Strategy)
+    parsed = parser.parse_object({"strategy": yaml.safe_load(best["yaml"])["trainer"]["strategy"]})
+    made = getattr(parser, "instantiate", parser.instantiate_classes)(parsed).strategy
+    assert made.zero_config == strategy.zero_config
+
+
+@pytest.mark.parametrize(
+    ("options", "precisions"),
+    [
+        ("", {"ZeroStrategy": "bf16-true", "DeepSpeedStrategy": "bf16-true"}),
+        ("--states autocast --gpu b200", {"ZeroStrategy": "bf16-mixed"}),
+        ("--zero 3", {"ZeroStrategy": "bf16-true", "DeepSpeedStrategy": "bf16-true", "FSDPStrategy": "bf16-mixed"}),
+        ("--zero 0 --tp 4 --pp 2", {"TensorPipelineStrategy": "bf16-mixed"}),
+        ("--zero 1 --tp 4 --pp 1", {"TensorPipelineStrategy": "bf16-true"}),
+        ("--zero 1 --tp 4 --pp 1 --states autocast", {"TensorPipelineStrategy": "bf16-mixed"}),
+        ("--zero 0 --tp 1 --pp 1 --gpu b200", {"DDPStrategy": "bf16-mixed"}),
+        ("--zero 0 --tp 1 --pp 1 --gpu b200 --states true", {"DDPStrategy": "bf16-true"}),
+        ("--zero 3 --states true", {"FSDPStrategy": "bf16-true"}),
+        ("--precision fp16 --zero 1 --tp 2", {"TensorPipelineStrategy": "16-true"}),
+        ("--precision fp16 --zero 1 --tp 2 --states autocast", {"TensorPipelineStrategy": "16-mixed"}),
+        ("--precision fp32 --tp 4 --pp 1 --zero 1", {"TensorPipelineStrategy": "32-true"}),
+        ("--precision fp8", {"ZeroStrategy": "transformer-engine", "DeepSpeedStrategy": "transformer-engine"}),
+    ],
+)
+def test_the_precision_keeps_the_states_that_were_planned(
+    options: str, precisions: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--params", "7e9", "--recompute", "full", "--json", *options.split()]) == 0
+    best = json.loads(capsys.readouterr().out)["plans"][0]
+    lines = [best["trainer"], *best["alternatives"]]
+    found = {re.findall(r"strategy=(\w+)\(", line)[0]: re.findall(r"precision='(.*?)'", line)[0] for line in lines}
+    assert found == precisions
+    assert yaml.safe_load(best["yaml"])["trainer"]["precision"] == found[lines[0].split("=")[1].split("(")[0]]
+    unsharded = best["layout"]["zero_stage"] == 0 and "true" not in options
+    assert ("Where nothing is sharded" in best["precision_note"]) == unsharded
 
 
 @pytest.mark.parametrize(("precision", "expected"), [("bf16", "plain"), ("fp8", "fused")])
