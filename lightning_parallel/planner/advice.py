@@ -6,40 +6,86 @@ from dataclasses import replace
 
 from lightning_parallel.planner.hardware import GIB
 from lightning_parallel.planner.job import TrainingJob
-from lightning_parallel.planner.search import Plan, SearchResult, search
+from lightning_parallel.planner.memory import memory_by_stage, worst_stage
+from lightning_parallel.planner.nothing_fits import states_text, why_nothing_fits
+from lightning_parallel.planner.search import USABLE_MEMORY, Plan, SearchResult
+from lightning_parallel.planner.units import device_word, memory_text, plural
 
 __all__ = ["advice"]
-
-MOST_NODES = 64
-# Part of the parameters that adapters of rank 8 or 16 usually train.
-ADAPTERS = 0.005
 
 
 def advice(result: SearchResult) -> list[str]:
     """Sentences about the best plan, or about what would make the job fit."""
-    job = result.job
-    states = job.weight_bytes + job.gradient_bytes + job.master_bytes + job.optimizer_bytes
-    size = job.shape.parameters * states
-    usable = job.cluster.gpu.memory_gib
-    need = (
-        f"weights, gradients and optimizer take {states:.0f} bytes x {job.shape.parameters / 1e9:.3g}e9 parameters = "
-        f"{size / 1e9:.0f} GB, {size / job.cluster.gpus / GIB:.1f} GiB per GPU if split over all {job.cluster.gpus}"
-    )
     best = result.plans[0] if result.plans else None
-    if best is None or best.split.offload != "none":
-        return [f"Nothing fits without offloading: {need}; a GPU has {usable:.1f} GiB.", *_ways_out(job, best)]
-    return [_why(job, best, need)]
+    if best is None or (best.split.offload != "none" and "offload" not in result.fixed):
+        return why_nothing_fits(result)
+    return [_why(result.job, best)]
 
 
-def _why(job: TrainingJob, plan: Plan, need: str) -> str:
+def _why(job: TrainingJob, plan: Plan) -> str:
     split = plan.split
-    if split.tensor * split.pipeline == 1 and split.zero_stage < 3:
-        return (
-            f"Data parallel over {split.data} GPUs: the whole model fits on one GPU "
-            f"({plan.worst.total / GIB:.1f} of {job.cluster.gpu.memory_gib:.1f} GiB), so GPUs only have to share "
-            f"gradients once a step ({plan.time.data / plan.time.total:.0%} of it is waiting for them)."
-        )
-    reasons = [f"One GPU cannot hold the model: {need}."]
+    if split.offload != "none":
+        size = plan.host["offload" if split.offload == "cpu" else "nvme"] / GIB
+        kind = "host memory" if split.offload == "cpu" else "NVMe"
+        return f"Offloading as given takes {size:.0f} GiB of {kind} per node and {plan.time.offload:.3g} s of a step."
+    alone = _alone(job, plan)
+    if split.tensor * split.pipeline * split.context == 1 and split.zero_stage < 3:
+        return _data_parallel(job, plan, alone)
+    return " ".join([_one_device(job, alone), *_parts(job, plan)])
+
+
+def _alone(job: TrainingJob, plan: Plan) -> float:
+    """Bytes that one device would need for the whole model and one micro-batch, nothing sharded."""
+    whole = replace(
+        plan.split,
+        tensor=1,
+        pipeline=1,
+        data=plan.split.world_size,
+        context=1,
+        micro_batch=1,
+        zero_stage=0,
+        virtual_stages=1,
+        schedule="1f1b",
+        sequence_parallel=False,
+    )
+    batch = replace(job, global_batch=whole.data)
+    return worst_stage(memory_by_stage(batch, whole)).total
+
+
+def _fits(job: TrainingJob, size: float) -> bool:
+    return size <= USABLE_MEMORY * job.cluster.gpu.memory_gib * GIB
+
+
+def _of(job: TrainingJob, size: float) -> str:
+    return f"{memory_text(size)} of {memory_text(job.cluster.gpu.memory_gib * GIB)}"
+
+
+def _data_parallel(job: TrainingJob, plan: Plan, alone: float) -> str:
+    split, word = plan.split, device_word(job.cluster)
+    whole = f"the whole model fits on one {word} ({_of(job, alone)})"
+    if split.data == 1:
+        return f"One {word} is all there is, and {whole}."
+    waiting = f"gradients once a step ({plan.time.data / plan.time.total:.0%} of it is waiting for them)"
+    head = f"Data parallel over {plural(split.data, word)}"
+    if _fits(job, alone):
+        return f"{head}: {whole}, so they only have to share {waiting}."
+    sharded = "optimizer states" if split.zero_stage == 1 else "optimizer states and gradients"
+    return (
+        f"{head} with ZeRO-{split.zero_stage}: one {word} alone would need {_of(job, alone)}; sharding the {sharded} "
+        f"leaves {memory_text(plan.worst.total)} on each, and they only share {waiting}."
+    )
+
+
+def _one_device(job: TrainingJob, alone: float) -> str:
+    word = device_word(job.cluster)
+    if _fits(job, alone):
+        return f"One {word} could hold the model and a micro-batch ({_of(job, alone)})."
+    return f"One {word} cannot hold the model with a micro-batch ({_of(job, alone)}): {states_text(job)}."
+
+
+def _parts(job: TrainingJob, plan: Plan) -> list[str]:
+    split, word = plan.split, device_word(job.cluster)
+    reasons = []
     if split.tensor > 1:
         place = (
             "inside the node, whose links"
@@ -52,51 +98,17 @@ def _why(job: TrainingJob, plan: Plan, need: str) -> str:
         )
     if split.pipeline > 1:
         reasons.append(
-            f"{split.pipeline} pipeline stages send only activations over the network, at the price of an idle share "
+            f"{split.pipeline} pipeline stages send only activations to one another, at the price of an idle share "
             f"of {plan.time.bubble / plan.time.total:.0%}."
         )
-    if split.zero_stage == 3:
-        reasons.append(f"The states are sharded over {split.data * split.context} GPUs and gathered block by block.")
+    if split.context > 1:
+        reasons.append(f"Each sequence is split over {plural(split.context, word)}, as given.")
+    if split.zero_stage and split.data * split.context > 1:
+        parts = ("optimizer states are", "optimizer states and gradients are", "weights, gradients and optimizer are")
+        whole = " and gathered block by block" if split.zero_stage == 3 else ""
+        reasons.append(
+            f"The {parts[split.zero_stage - 1]} sharded over {plural(split.data * split.context, word)}{whole}."
+        )
     if split.recompute != "none":
         reasons.append(f"The model has to recompute activations ({split.recompute}): switch on its checkpointing.")
-    return " ".join(reasons)
-
-
-def _ways_out(job: TrainingJob, offloading: Plan | None) -> list[str]:
-    sentences = []
-    if offloading is not None:
-        host = offloading.host["offload" if offloading.split.offload == "cpu" else "nvme"] / GIB
-        kind = "host memory" if offloading.split.offload == "cpu" else "NVMe"
-        sentences.append(
-            f"ZeRO-{offloading.split.zero_stage} with offload fits: it needs {host:.0f} GiB of {kind} per node and "
-            f"takes {offloading.time.total:.3g} s per step."
-        )
-    for nodes in range(job.cluster.nodes + 1, MOST_NODES + 1):
-        larger = replace(job, cluster=replace(job.cluster, nodes=nodes), global_batch=job.global_batch * nodes)
-        found = search(larger, {"offload": "none"}).plans
-        if found:
-            split = found[0].split
-            sentences.append(
-                f"Without offloading it needs at least {nodes} nodes: tensor {split.tensor} x pipeline "
-                f"{split.pipeline} x data {split.data}, ZeRO-{split.zero_stage}, "
-                f"{found[0].worst.total / GIB:.1f} GiB per GPU."
-            )
-            break
-    sentences.append(_adapters(job))
-    return sentences
-
-
-def _adapters(job: TrainingJob) -> str:
-    """Whether training adapters only would fit."""
-    weights = job.shape.parameters * job.weight_bytes
-    plans = search(replace(job, trainable=ADAPTERS), {"offload": "none"}).plans
-    if not plans:
-        return (
-            f"Adapters (LoRA) alone do not help: the frozen weights take {weights / 1e9:.0f} GB in 16 bit; "
-            "they would have to be quantized as well."
-        )
-    split = plans[0].split
-    return (
-        f"Adapters (LoRA, {ADAPTERS:.1%} of the parameters trained) fit: tensor {split.tensor} x pipeline "
-        f"{split.pipeline} x data {split.data}, {plans[0].worst.total / GIB:.1f} GiB per GPU."
-    )
+    return reasons

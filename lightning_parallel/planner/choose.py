@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 from lightning_parallel.layout import divisors
 from lightning_parallel.planner.advice import advice
+from lightning_parallel.planner.hardware import GIB
 from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.report import result_data
 from lightning_parallel.planner.search import Plan, Rejected, SearchResult, rank_layouts
+from lightning_parallel.planner.units import memory_text, plural
 
 __all__ = ["Choice", "Choices", "choose"]
 
@@ -56,9 +58,10 @@ class Choices:
         job, entry = min(known, key=lambda pair: pair[1].plan.worst.total if pair[1].plan else 0.0)
         split = entry.split
         return (
-            f"no layout of {job.cluster.gpus} devices with {job.cluster.gpu.memory_gib:.3g} GiB each holds "
-            f"{job.shape.parameters:,} parameters and their training: the nearest, tensor {split.tensor} x pipeline "
-            f"{split.pipeline} x data {split.data} with ZeRO {split.zero_stage}, {entry.reason}; use more devices, a "
+            f"no layout of {plural(job.cluster.gpus, 'device')} with "
+            f"{memory_text(job.cluster.gpu.memory_gib * GIB)} each holds {job.shape.parameters:,} parameters "
+            f"and their training: the nearest, tensor {split.tensor} x pipeline {split.pipeline} "
+            f"x data {split.data} with ZeRO {split.zero_stage}, {entry.reason}; use more devices, a "
             "smaller batch, or a model that recomputes its activations"
         )
 

@@ -8,6 +8,7 @@ from typing import Literal
 from lightning_parallel.layout import ParallelLayout, choices_text, divisors
 from lightning_parallel.planner.hardware import PRECISIONS, Cluster
 from lightning_parallel.planner.model_shape import ModelShape
+from lightning_parallel.planner.units import plural
 
 __all__ = [
     "ATTENTIONS",
@@ -206,10 +207,12 @@ class Candidate:
         """
         per_replica, rest = divmod(job.global_batch, self.data)
         if rest or per_replica % self.micro_batch:
-            fitting = choices_text(divisors(per_replica)) if not rest else "data ranks that divide the batch"
+            fitting = "data ranks that divide the batch"
+            if not rest and per_replica:
+                fitting = choices_text(divisors(per_replica))
             raise ValueError(
-                f"a batch of {job.global_batch} sequences over {self.data} data ranks does not split into "
-                f"micro-batches of {self.micro_batch}; use {fitting}"
+                f"a batch of {plural(job.global_batch, 'sequence')} over {plural(self.data, 'data rank')} does not "
+                f"split into micro-batches of {self.micro_batch}; use {fitting}"
             )
         return per_replica // self.micro_batch
 

@@ -8,14 +8,15 @@ not fit with full recomputation no larger one does.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_parallel.layout import divisors
+from lightning_parallel.layout import choices_text, divisors
 from lightning_parallel.planner.cost import StepTime, step_time
 from lightning_parallel.planner.hardware import GIB
 from lightning_parallel.planner.job import RECOMPUTES, Candidate, Recompute, TrainingJob
 from lightning_parallel.planner.memory import StageMemory, host_bytes, memory_by_stage, worst_stage
+from lightning_parallel.planner.units import device_word, memory_text, plural
 
 __all__ = ["FIXABLE", "Plan", "Rejected", "SearchResult", "rank_layouts", "search"]
 
@@ -66,11 +67,15 @@ class Rejected:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """``plans`` fastest first, at most one per layout, ZeRO stage and offload; every other layout in ``rejected``."""
+    """``plans`` fastest first, at most one per layout, ZeRO stage and offload; every other layout in ``rejected``.
+
+    ``fixed`` is what was given, and searched in no other way.
+    """
 
     job: TrainingJob
     plans: tuple[Plan, ...]
     rejected: tuple[Rejected, ...]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
 def search(job: TrainingJob, fixed: Mapping[str, Any] | None = None) -> SearchResult:
@@ -85,7 +90,7 @@ def search(job: TrainingJob, fixed: Mapping[str, Any] | None = None) -> SearchRe
     unknown = sorted(set(given) - set(FIXABLE))
     if unknown:
         raise ValueError(f"{', '.join(unknown)} cannot be fixed; use {', '.join(FIXABLE)}")
-    result = rank_layouts(job, {"offload": "none", **given})
+    result = replace(rank_layouts(job, {"offload": "none", **given}), fixed=given)
     if not result.plans and not result.rejected:
         raise ValueError(_no_layout(job, given))
     if result.plans or "offload" in given or given.get("zero_stage") == 0:
@@ -93,7 +98,7 @@ def search(job: TrainingJob, fixed: Mapping[str, Any] | None = None) -> SearchRe
     for offload in ("cpu", "nvme"):
         moved = rank_layouts(job, {**given, "offload": offload})
         if moved.plans:
-            return replace(moved, rejected=moved.rejected + result.rejected)
+            return replace(moved, rejected=moved.rejected + result.rejected, fixed=given)
     return result
 
 
@@ -182,7 +187,7 @@ def _best(job: TrainingJob, base: Candidate, fixed: Mapping[str, Any]) -> Plan |
     if best is not None:
         return best
     if nearest is None:
-        batch = f"a global batch of {job.global_batch} does not split over {base.data} data ranks"
+        batch = f"a global batch of {job.global_batch} does not split over {plural(base.data, 'data rank')}"
         return Rejected(base, f"{batch}; use a multiple of {base.data}")
     return Rejected(nearest.split, _too_much(job, nearest), nearest)
 
@@ -205,9 +210,9 @@ def _too_much(job: TrainingJob, plan: Plan) -> str:
     worst, limit = plan.worst, job.cluster.gpu.memory_gib * USABLE_MEMORY * GIB
     if worst.total > limit:
         terms = sorted(((value, name) for name, value in worst.gib().items() if name != "total"), reverse=True)
-        largest = ", ".join(f"{name.replace('_', ' ')} {value:.1f}" for value, name in terms[:2])
-        stage = plan.stages.index(worst)
-        return f"needs {worst.total / GIB:.1f} GiB on stage {stage} ({largest}), usable are {limit / GIB:.1f} GiB"
+        largest = ", ".join(f"{name.replace('_', ' ')} {memory_text(value * GIB)}" for value, name in terms[:2])
+        stage = f" on stage {plan.stages.index(worst)}" if len(plan.stages) > 1 else ""
+        return f"needs {memory_text(worst.total)}{stage} ({largest}), usable are {memory_text(limit)}"
     host, known = plan.host["offload"] / GIB, job.cluster.host_gib
     if known and host > known:
         return f"offloading needs {host:.0f} GiB of host memory per node, there are {known:.0f} GiB"
@@ -220,4 +225,8 @@ def _too_much(job: TrainingJob, plan: Plan) -> str:
 def _no_layout(job: TrainingJob, fixed: Mapping[str, Any]) -> str:
     sizes = {name: fixed[name] for name in ("tensor", "pipeline", "data", "context") if name in fixed}
     text = " x ".join(f"{name}={size}" for name, size in sizes.items())
-    return f"{text} does not fill the {job.cluster.gpus} GPUs; use sizes that multiply to {job.cluster.gpus}"
+    gpus = job.cluster.gpus
+    word = device_word(job.cluster)
+    if len(sizes) == 1:
+        return f"{text} does not fill the {plural(gpus, word)}; use {choices_text(divisors(gpus)[:16])}"
+    return f"{text} does not fill the {plural(gpus, word)}; use sizes whose product divides {gpus}"

@@ -8,7 +8,7 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize("name", ["explain", "model_shape", "typical"])
+@pytest.mark.parametrize("name", ["explain", "model_shape", "typical", "units"])
 def test_docstring_examples(name: str) -> None:
     result = doctest.testmod(importlib.import_module(f"lightning_parallel.planner.{name}"))
     assert result.attempted > 0

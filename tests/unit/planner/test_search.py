@@ -50,7 +50,7 @@ def test_a_fixed_split_that_does_not_fit_is_rejected_with_its_figures() -> None:
     result = search(JOB, {"tensor": 1, "pipeline": 1, "zero_stage": 0})
     assert result.plans == ()
     (entry,) = result_data(result)["rejected"]
-    assert "GiB on stage 0 (optimizer" in entry["reason"]
+    assert "GiB (optimizer 59.8 GiB, master weights" in entry["reason"]
     assert entry["step_seconds"]["total"] > 0
 
 

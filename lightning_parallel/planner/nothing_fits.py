@@ -1,0 +1,168 @@
+"""Pure: why no layout of a job fits, and values that are tried out and work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from lightning_parallel.planner.hardware import GIB
+from lightning_parallel.planner.job import TrainingJob
+from lightning_parallel.planner.memory import EXACT_TERMS
+from lightning_parallel.planner.search import USABLE_MEMORY, Plan, SearchResult, rank_layouts
+from lightning_parallel.planner.units import device_word, memory_text, plural
+
+__all__ = ["states_text", "why_nothing_fits"]
+
+MOST_NODES = 64
+# Part of the parameters that adapters of rank 8 or 16 usually train.
+ADAPTERS = 0.005
+_OPTIONS = {"tensor": "tp", "pipeline": "pp", "data": "dp", "context": "cp", "zero_stage": "zero"}
+
+
+def states_text(job: TrainingJob) -> str:
+    """What weights, gradients and optimizer take, and each device's part of it."""
+    states = job.weight_bytes + job.gradient_bytes + job.master_bytes + job.optimizer_bytes
+    size, devices, word = job.shape.parameters * states, job.cluster.gpus, device_word(job.cluster)
+    each = f", {memory_text(size / devices)} per {word} if split over all {devices}" if devices > 1 else ""
+    return (
+        f"weights, gradients and optimizer take {states:.0f} bytes x {job.shape.parameters / 1e9:.3g}e9 parameters = "
+        f"{size / 1e9:.0f} GB{each}"
+    )
+
+
+def why_nothing_fits(result: SearchResult) -> list[str]:
+    """Sentences: the cause, then what would help."""
+    known = [entry.plan for entry in result.rejected if entry.plan is not None]
+    if not known:
+        return [_cannot_split(result), *_remedies(result)]
+    nearest = min(known, key=lambda plan: plan.worst.total)
+    moving = nearest.worst.total - nearest.worst.states - nearest.worst.gathered
+    offloading = result.plans[0] if result.plans else None
+    if offloading is None and moving > max(
+        nearest.worst.states, USABLE_MEMORY * result.job.cluster.gpu.memory_gib * GIB
+    ):
+        return [_too_large_activations(result.job, nearest), *_remedies(result)]
+    remedies = list(_open_fields(result)) if offloading is None else []
+    return [_states_too_large(result.job), *(remedies or _ways_out(result, offloading))]
+
+
+def _cannot_split(result: SearchResult) -> str:
+    reasons = tuple(dict.fromkeys(entry.reason for entry in result.rejected))
+    more = f" ({plural(len(reasons) - 1, 'other reason')} above)" if len(reasons) > 1 else ""
+    return f"No layout runs this job: {reasons[-1]}{more}."
+
+
+def _too_large_activations(job: TrainingJob, nearest: Plan) -> str:
+    terms = {name: size for name, size in vars(nearest.worst).items() if name not in EXACT_TERMS}
+    largest = max(terms, key=terms.__getitem__)
+    return (
+        f"Nothing fits: a micro-batch of {plural(nearest.split.micro_batch, 'sequence')} of {job.shape.seq} tokens "
+        f"takes {memory_text(nearest.worst.total)} ({largest.replace('_', ' ')} {memory_text(terms[largest])}); a "
+        f"{device_word(job.cluster)} has {memory_text(job.cluster.gpu.memory_gib * GIB)}."
+    )
+
+
+def _states_too_large(job: TrainingJob) -> str:
+    word, memory = device_word(job.cluster), memory_text(job.cluster.gpu.memory_gib * GIB)
+    return f"Nothing fits without offloading: {states_text(job)}; a {word} has {memory}."
+
+
+def _fastest(job: TrainingJob, fixed: Mapping[str, Any]) -> Plan | None:
+    plans = rank_layouts(job, {"offload": "none", **fixed}).plans
+    return plans[0] if plans else None
+
+
+def _layout(plan: Plan) -> str:
+    split = plan.split
+    sizes = f"tensor {split.tensor} x pipeline {split.pipeline} x data {split.data * split.context}"
+    return f"{sizes}, ZeRO-{split.zero_stage}, micro-batch {split.micro_batch}, {memory_text(plan.worst.total)}"
+
+
+def _remedies(result: SearchResult) -> list[str]:
+    """The first values that work, of each kind; every one is searched before it is named."""
+    return [*_open_fields(result), *_batches(result), *_sequences(result)] or _ways_out(result, None)
+
+
+def _open_fields(result: SearchResult) -> Iterator[str]:
+    for name, given in result.fixed.items():
+        rest = {other: value for other, value in result.fixed.items() if other != name}
+        plan = _fastest(result.job, rest)
+        if plan is not None and getattr(plan.split, name) != given:
+            option = _OPTIONS.get(name, name.replace("_", "-"))
+            yield f"Without --{option} {given} it fits: {option} {getattr(plan.split, name)} ({_layout(plan)})."
+
+
+def _batches(result: SearchResult) -> Iterator[str]:
+    """The smallest global batch that splits over the replicas of some layout and fits."""
+    job, micro = result.job, result.fixed.get("micro_batch", 1)
+    tried = {entry.split.data * micro for entry in result.rejected if entry.plan is None}
+    for batch in sorted(tried - {job.global_batch})[:16]:
+        plan = _fastest(replace(job, global_batch=batch), result.fixed)
+        if plan is not None:
+            yield f"--global-batch {batch} fits, or a multiple: {_layout(plan)}."
+            return
+
+
+def _sequences(result: SearchResult) -> Iterator[str]:
+    """The longest power of two below the given length that fits."""
+    length = 1 << (result.job.shape.seq - 1).bit_length() - 1
+    low, high = 7, length.bit_length()
+    found = None
+    while low < high:
+        middle = (low + high) // 2
+        plan = _fastest(replace(result.job, shape=replace(result.job.shape, seq=1 << middle)), result.fixed)
+        low, high, found = (middle + 1, high, (1 << middle, plan)) if plan else (low, middle, found)
+    if found and found[1] and found[0] < result.job.shape.seq:
+        yield f"--seq {found[0]} fits: {_layout(found[1])}."
+
+
+def _ways_out(result: SearchResult, offloading: Plan | None) -> list[str]:
+    job, sentences = result.job, []
+    if offloading is not None:
+        kind = "host memory" if offloading.split.offload == "cpu" else "NVMe"
+        host = offloading.host["offload" if offloading.split.offload == "cpu" else "nvme"]
+        sentences.append(
+            f"ZeRO-{offloading.split.zero_stage} with offload fits: it needs {host / GIB:.0f} GiB of {kind} per node "
+            f"and takes {offloading.time.total:.3g} s per step."
+        )
+    return [*sentences, *_more_nodes(result), _adapters(job)]
+
+
+def _more_nodes(result: SearchResult) -> Iterator[str]:
+    job = result.job
+    states = job.trainable * (job.gradient_bytes + job.master_bytes + job.optimizer_bytes) + job.weight_bytes
+    node = USABLE_MEMORY * job.cluster.gpu.memory_gib * GIB * job.cluster.gpus_per_node
+    least = int(-(-job.shape.parameters * states // node))
+    if least > MOST_NODES:
+        yield f"Without offloading, the states alone need {least} nodes."
+        return
+    for nodes in range(max(job.cluster.nodes + 1, least), MOST_NODES + 1):
+        larger = replace(job, cluster=replace(job.cluster, nodes=nodes), global_batch=job.global_batch * nodes)
+        plan = _fastest(larger, {})
+        if plan is not None:
+            split = plan.split
+            yield (
+                f"Without offloading it needs at least {plural(nodes, 'node')}: tensor {split.tensor} x pipeline "
+                f"{split.pipeline} x data {split.data}, ZeRO-{split.zero_stage}, "
+                f"{memory_text(plan.worst.total)} per {device_word(job.cluster)}."
+            )
+            return
+
+
+def _adapters(job: TrainingJob) -> str:
+    """Whether training adapters only would fit."""
+    weights = job.shape.parameters * job.weight_bytes
+    plan = _fastest(replace(job, trainable=ADAPTERS), {})
+    if plan is not None:
+        split = plan.split
+        return (
+            f"Adapters (LoRA, {ADAPTERS:.1%} of the parameters trained) fit: tensor {split.tensor} x pipeline "
+            f"{split.pipeline} x data {split.data}, {memory_text(plan.worst.total)} per {device_word(job.cluster)}."
+        )
+    if weights < USABLE_MEMORY * job.cluster.gpu.memory_gib * GIB * job.cluster.gpus:
+        return "Adapters (LoRA) alone do not help: beside the frozen weights too little is left."
+    return (
+        f"Adapters (LoRA) alone do not help: the frozen weights take {weights / 1e9:.0f} GB in "
+        f"{8 * job.weight_bytes:.0f} bit; they would have to be quantized as well."
+    )
