@@ -21,6 +21,7 @@ __all__ = [
     "amount",
     "count",
     "positive",
+    "short",
     "show",
     "show_parts",
     "standard_console",
@@ -81,18 +82,27 @@ def _within(text: str, kind: Callable[[str], Number], low: Number, high: Number)
     try:
         value = kind(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no {'whole ' if kind is int else ''}number") from None
+        hint = _spelled_out(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is no {'whole ' if kind is int else ''}number{hint}") from None
     if not low <= value <= high:
         raise argparse.ArgumentTypeError(f"{text} is not within {low:g} .. {high:g}")
     return value
 
 
-# Columns of a log or a pipe: figures must not be cut to the 80 that rich takes for them.
-LOG_WIDTH = 160
+def _spelled_out(text: str) -> str:
+    """What a number such as 7B is meant to be."""
+    exponent = {"k": 3, "m": 6, "b": 9, "g": 9, "t": 12}.get(text[-1:].lower())
+    if exponent is None or not text[:-1].replace(".", "", 1).isdigit():
+        return ""
+    return f"; write {text[:-1]}e{exponent}"
+
+
+# Columns of a log or a pipe.
+LOG_WIDTH = 80
 
 
 def standard_console() -> Console:
-    """Writes to standard output, as wide as the terminal, or wide enough for every table where there is none."""
+    """Writes to standard output, as wide as the terminal, or as wide as most where there is none."""
     found = Console(file=sys.stdout)
     return found if found.is_terminal else Console(file=sys.stdout, width=LOG_WIDTH)
 
@@ -112,9 +122,18 @@ def show_parts(parts: Iterable[RenderableType], console: Console) -> None:
         console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
 
 
+def short(number: float) -> str:
+    """A large number in three digits and a letter: 1.45B."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if number >= size and number < 1e15:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"
+
+
 def table(title: str, *columns: str) -> Table:
     """An empty table whose first column holds names and whose other columns hold figures."""
     result = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
-        result.add_column(column, justify="left" if index == 0 else "right")
+        # What is too wide goes on in the next line: figures must not be cut.
+        result.add_column(column, justify="left" if index == 0 else "right", overflow="fold", no_wrap=index == 0)
     return result

@@ -7,18 +7,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import RenderableType
+
 from lightning_parallel.commands.answer import Answer, add_command, count, positive, table, up_to
 from lightning_parallel.pipeline.schedules import SCHEDULE_NAMES, build_schedule
 from lightning_parallel.pipeline.simulate import simulate
-from lightning_parallel.planner.explain import collectives, ring_all_reduce, split_product, wires, zero_rows
+from lightning_parallel.planner.explain import Ring, collectives, ring_all_reduce, split_product, wires, zero_rows
 from lightning_parallel.planner.hardware import Cluster, find_gpu
 from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.typical import typical_shape
+from lightning_parallel.planner.units import plural
 
 if TYPE_CHECKING:
     from lightning_parallel.commands.answer import Subcommands
 
 __all__ = ["add_parser"]
+
+# Ranks of a ring whose every step is shown, and numbers of a vector: more fill screens.
+MOST_SHOWN = 8
+MOST_NUMBERS = 8
 
 
 def add_parser(commands: Subcommands) -> None:
@@ -83,6 +90,12 @@ def _vector(values: Sequence[float]) -> str:
     return "[" + " ".join(f"{value:g}" for value in values) + "]"
 
 
+def _short_vector(values: Sequence[float]) -> str:
+    if len(values) <= MOST_NUMBERS:
+        return _vector(values)
+    return f"{_vector(values[:3])[:-1]} .. {values[-1]:g}]"
+
+
 def _ring(arguments: argparse.Namespace) -> Answer:
     ring = ring_all_reduce(_numbers(arguments.ranks))
     steps = [
@@ -94,35 +107,45 @@ def _ring(arguments: argparse.Namespace) -> Answer:
         for step in ring.steps
     ]
     data = {"ranks": ring.ranks, "sends": ring.sends, "bytes_per_rank_over_size": ring.share, "steps": steps}
+    n = ring.ranks
+    if n > MOST_SHOWN:
+        whole: RenderableType = f"ring all-reduce over {n} ranks in {len(ring.steps)} steps; --json lists each"
+    else:
+        whole = _ring_table(ring)
+    text = (
+        f"{ring.sends} sends = 2 (n - 1) n; each rank sends 2 (n - 1) / n = {ring.share:.3g} times the vector, "
+        f"however many ranks there are; afterwards every rank holds {_short_vector(ring.result[n - 1])}"
+    )
+    return Answer({**data, "result": [list(vector) for vector in ring.result]}, (whole, text))
+
+
+def _ring_table(ring: Ring) -> RenderableType:
     grid = table(
         f"ring all-reduce over {ring.ranks} ranks", "step", "sends rank>rank:chunk", "complete chunks per rank"
     )
     for number, step in enumerate(ring.steps):
         sends = " ".join(f"{a}>{b}:{chunk}" for a, b, chunk in step.sends)
         grid.add_row(f"{number} {step.phase}", sends, " ".join(_vector(chunks) for chunks in step.complete))
-    n = ring.ranks
-    text = (
-        f"{ring.sends} sends = 2 (n - 1) n; each rank sends 2 (n - 1) / n = {ring.share:.3g} times the vector, "
-        f"however many ranks there are; afterwards every rank holds {_vector(ring.result[n - 1])}"
-    )
-    return Answer({**data, "result": [list(vector) for vector in ring.result]}, (grid, text))
+    return grid
 
 
 def _collectives(arguments: argparse.Namespace) -> Answer:
     before = _numbers(arguments.ranks)
     after = collectives(before)
-    grid = table(
-        "what each rank holds afterwards (root is rank 0)", "collective", *(f"rank {r}" for r in range(len(before)))
-    )
+    ranks = len(before)
+    shown = range(ranks) if ranks <= 4 else (0, 1, ranks - 1)
+    grid = table("what each rank holds afterwards (root is rank 0)", "collective", *(f"rank {r}" for r in shown))
     for name, vectors in {"before": before, **after}.items():
-        grid.add_row(name.replace("_", "-"), *(_vector(vector) for vector in vectors))
-    return Answer({"before": before, **{name: [list(v) for v in vectors] for name, vectors in after.items()}}, (grid,))
+        grid.add_row(name.replace("_", "-"), *(_short_vector(vectors[rank]) for rank in shown))
+    data = {"before": before, **{name: [list(v) for v in vectors] for name, vectors in after.items()}}
+    return Answer(data, (grid, "--json lists every rank with all its numbers"))
 
 
 def _zero(arguments: argparse.Namespace) -> Answer:
     rows = zero_rows(arguments.params, arguments.ranks, Cluster(find_gpu("a100-80gb"), nodes=1))
     grid = table(
-        f"{arguments.params:.3g} parameters over {arguments.ranks} ranks (GB, 1e9 bytes, per rank)", "ZeRO stage"
+        f"{arguments.params:.3g} parameters over {plural(arguments.ranks, 'rank')} (GB, 1e9 bytes, per rank)",
+        "ZeRO stage",
     )
     for name in ("weights", "gradients", "optimizer", "total"):
         grid.add_column(name, justify="right")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,29 +16,10 @@ from torch import Tensor, nn
 from lightning_parallel.planner.config_shapes import FAMILIES, ONLY_DENSE, shape_from_config
 from lightning_parallel.planner.model_shape import ModelShape
 
-__all__ = ["config_by_name", "parameter_count", "shape_of_module", "shape_of_module_path"]
+__all__ = ["parameter_count", "shape_of_module", "shape_of_module_path"]
 
 # Parts of the names of classes that send each token to some of their parts.
 _EXPERTS = ("expert", "moe")
-
-
-def config_by_name(name: str) -> dict[str, Any]:
-    """The configuration that transformers finds under a model's name (in its cache or on the hub).
-
-    Raises:
-        ValueError: transformers is missing, or finds nothing under that name.
-    """
-    if importlib.util.find_spec("transformers") is None:
-        raise ValueError(
-            f"--config {name} is no file, and a model's name needs transformers; install it or name a file"
-        )
-    from transformers import AutoConfig
-
-    try:
-        found: dict[str, Any] = AutoConfig.from_pretrained(name).to_dict()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"transformers finds no configuration named {name!r}: {error}") from error
-    return found
 
 
 def parameter_count(module: nn.Module) -> int:
@@ -59,12 +42,29 @@ def shape_of_module_path(path: str, *, heads: int = 0, seq: int = 0) -> ModelSha
     if not name:
         raise ValueError(f"--module {path} names no class; write package.module:Class")
     try:
-        make = getattr(importlib.import_module(package), name)
+        found = _import_here(package)
+    except ImportError as error:
+        raise ValueError(f"--module {path} cannot be imported: {error}") from error
+    if not hasattr(found, name):
+        raise ValueError(f"--module {path}: {package} has no {name}")
+    try:
         with torch.device("meta"):
-            module = make()
-    except (ImportError, AttributeError, TypeError) as error:
+            module = getattr(found, name)()
+    except Exception as error:
         raise ValueError(f"--module {path} cannot be built without arguments: {error}") from error
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"--module {path} makes a {type(module).__name__}, which is no module of torch")
     return shape_of_module(module, heads=heads, seq=seq)
+
+
+def _import_here(package: str) -> ModuleType:
+    """A module on the path or in the current folder, which a console script does not look into."""
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        return importlib.import_module(package)
+    finally:
+        sys.path.remove(here)
 
 
 def shape_of_module(module: nn.Module, *, heads: int = 0, seq: int = 0, heads_known: bool = False) -> ModelShape:

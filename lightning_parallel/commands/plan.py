@@ -11,7 +11,7 @@ from lightning_parallel.commands.answer import Answer, add_command, amount, coun
 from lightning_parallel.commands.plan_text import plan_text
 from lightning_parallel.planner.advice import advice
 from lightning_parallel.planner.config_shapes import shape_from_config, shape_from_file
-from lightning_parallel.planner.hardware import PRECISIONS, Cluster, Gpu, find_gpu
+from lightning_parallel.planner.hardware import GPUS, PRECISIONS, Cluster, Gpu, find_gpu
 from lightning_parallel.planner.job import (
     ATTENTIONS,
     KERNELS,
@@ -24,7 +24,7 @@ from lightning_parallel.planner.job import (
 )
 from lightning_parallel.planner.model_shape import ModelShape
 from lightning_parallel.planner.report import result_data
-from lightning_parallel.planner.search import FIXABLE, search
+from lightning_parallel.planner.search import FIXABLE, SearchResult, search
 from lightning_parallel.planner.typical import typical_shape
 
 if TYPE_CHECKING:
@@ -32,7 +32,17 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser"]
 
-_SIZES = ("layers", "hidden", "heads", "ffn", "vocab")
+DEFAULT_GPU = "h100-80gb"
+_SIZES = {
+    "layers": "blocks; needs --hidden and --heads",
+    "hidden": "width of the residual stream",
+    "heads": "attention heads",
+    "ffn": "width of the MLP; 8/3 of the hidden width, or 4 times with --plain, unless given",
+    "vocab": "50257 unless given",
+    "kv-heads": "key/value heads; as many as heads unless given",
+    "head-dim": "hidden width over heads unless given",
+    "seq": "tokens of a sequence; the model's own, or 2048, unless given",
+}
 
 
 def add_parser(commands: Subcommands) -> None:
@@ -43,7 +53,7 @@ def add_parser(commands: Subcommands) -> None:
     _add_model(parser.add_argument_group("model", "sizes, a parameter count, a transformers configuration or a module"))
     _add_machine(parser.add_argument_group("machines"))
     _add_training(parser.add_argument_group("training"))
-    _add_layout(parser.add_argument_group("layout", "each is searched unless it is given"))
+    _add_layout(parser.add_argument_group("layout", "each is searched unless it is given or has a default"))
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
@@ -52,57 +62,93 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--config", help="a transformers config.json, its folder, or a model's name")
     group.add_argument("--module", help="a module to build on the meta device, as package.module:Class")
-    for name in (*_SIZES, "kv-heads", "head-dim", "seq"):
-        group.add_argument(f"--{name}", type=count)
-    group.add_argument("--gated", dest="gated", action="store_true", default=True, help="SwiGLU, RMS norms, no biases")
+    for name, text in _SIZES.items():
+        group.add_argument(f"--{name}", type=count, help=text)
+    group.add_argument(
+        "--gated", dest="gated", action="store_true", default=True, help="SwiGLU, RMS norms, no biases (the default)"
+    )
     group.add_argument("--plain", dest="gated", action="store_false", help="GPT: two matrices, layer norms, biases")
     group.add_argument("--tied", dest="tied", action="store_true", default=None, help="the head is the embedding")
-    group.add_argument("--untied", dest="tied", action="store_false")
+    group.add_argument(
+        "--untied", dest="tied", action="store_false", help="the head is its own matrix (the default of --gated)"
+    )
 
 
 def _add_machine(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--gpu", default="h100-80gb", help="a name of the catalogue")
-    group.add_argument("--gpus-per-node", type=count, default=8)
-    group.add_argument("--nodes", type=count, default=1)
-    group.add_argument("--internode-gbit", type=amount, default=0.0, help="network bandwidth per GPU in Gbit/s")
+    group.add_argument("--gpu", help=f"{DEFAULT_GPU} unless given; one of {', '.join(GPUS)}")
+    group.add_argument("--gpus-per-node", type=count, default=8, help="%(default)s unless given")
+    group.add_argument("--nodes", type=count, default=1, help="%(default)s unless given")
+    group.add_argument(
+        "--internode-gbit",
+        type=amount,
+        default=0.0,
+        help="network bandwidth per GPU in Gbit/s; what is usual for the GPU unless given",
+    )
     group.add_argument("--gpu-memory", type=positive, help="GiB, instead of the catalogue's")
     group.add_argument(
         "--gpu-tflops", type=positive, help="dense peak in the chosen precision, instead of the catalogue's"
     )
     group.add_argument("--gpu-bandwidth", type=positive, help="memory bandwidth in GB/s, instead of the catalogue's")
     group.add_argument("--gpu-link", type=positive, help="links inside a node, GB/s in one direction")
-    group.add_argument("--host-memory", type=amount, default=0.0, help="GiB per node")
-    group.add_argument("--nvme", type=amount, default=0.0, help="GiB per node")
-    group.add_argument("--price", type=amount, default=0.0, help="of one GPU for one hour")
+    group.add_argument("--host-memory", type=amount, default=0.0, help="GiB per node; taken to suffice unless given")
+    group.add_argument("--nvme", type=amount, default=0.0, help="GiB per node; taken to suffice unless given")
+    group.add_argument("--price", type=amount, default=0.0, help="of one GPU for one hour, for the cost of --tokens")
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--precision", choices=PRECISIONS, default="bf16")
-    group.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw")
-    group.add_argument("--states", choices=STATES, default="mixed", help="bytes of weights and gradients in 16 bit")
+    group.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of products; %(default)s unless given")
+    group.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="%(default)s unless given")
+    group.add_argument(
+        "--states",
+        choices=STATES,
+        default="mixed",
+        help="what is kept beside products in 16 bit; %(default)s unless given",
+    )
     group.add_argument("--global-batch", type=count, help="sequences per step; by default one per GPU")
     group.add_argument("--tokens", type=amount, default=0.0, help="of the whole run, for days, GPU-hours and cost")
-    group.add_argument("--attention", choices=ATTENTIONS, default="flash")
-    group.add_argument("--kernels", choices=("auto", *KERNELS), default="auto", help="torch's modules, or hand-written")
-    group.add_argument("--dropout", action=argparse.BooleanOptionalAction, default=True, help="of plain blocks")
     group.add_argument(
-        "--trainable", type=positive, default=1.0, help="part of the parameters that is trained (adapters)"
+        "--attention", choices=ATTENTIONS, default="flash", help="eager stores scores; %(default)s unless given"
+    )
+    group.add_argument(
+        "--kernels",
+        choices=("auto", *KERNELS),
+        default="auto",
+        help="torch's modules, or hand-written; %(default)s unless given",
+    )
+    group.add_argument(
+        "--dropout", action=argparse.BooleanOptionalAction, default=True, help="of plain blocks; on unless given"
+    )
+    group.add_argument(
+        "--trainable",
+        type=positive,
+        default=1.0,
+        help="part of the parameters that is trained (adapters); all unless given",
     )
 
 
 def _add_layout(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--tp", type=count, dest="tensor")
-    group.add_argument("--pp", type=count, dest="pipeline")
-    group.add_argument("--dp", type=count, dest="data")
-    group.add_argument("--cp", type=count, dest="context")
-    group.add_argument("--micro-batch", type=count)
-    group.add_argument("--zero", type=int, choices=(0, 1, 2, 3), dest="zero_stage")
-    group.add_argument("--offload", choices=OFFLOADS)
-    group.add_argument("--schedule", choices=SCHEDULES)
-    group.add_argument("--virtual-stages", type=count)
-    group.add_argument("--recompute", choices=RECOMPUTES)
-    group.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction)
-    group.add_argument("--balance", choices=("parameters", "even"), help="how blocks are spread over stages")
+    group.add_argument("--tp", type=count, dest="tensor", help="ranks of a tensor group")
+    group.add_argument("--pp", type=count, dest="pipeline", help="pipeline stages")
+    group.add_argument("--dp", type=count, dest="data", help="replicas")
+    group.add_argument("--cp", type=count, dest="context", help="ranks that share a sequence; 1 unless given")
+    group.add_argument("--micro-batch", type=count, help="sequences of a micro-batch")
+    group.add_argument(
+        "--zero", type=int, choices=(0, 1, 2, 3), dest="zero_stage", help="what is sharded over replicas"
+    )
+    group.add_argument("--offload", choices=OFFLOADS, help="where states lie; off the GPU only if nothing else fits")
+    group.add_argument(
+        "--schedule", choices=SCHEDULES, help="of pipelines, and only these are planned; 1f1b unless given"
+    )
+    group.add_argument("--virtual-stages", type=count, help="model chunks of a stage; 1 unless given")
+    group.add_argument("--recompute", choices=RECOMPUTES, help="activations that a backward makes anew")
+    group.add_argument(
+        "--sequence-parallel", action=argparse.BooleanOptionalAction, help="on for tensor groups unless given"
+    )
+    group.add_argument(
+        "--balance",
+        choices=("parameters", "even"),
+        help="how blocks are spread over stages; by parameters unless given",
+    )
 
 
 def _answer(arguments: argparse.Namespace) -> Answer:
@@ -122,9 +168,25 @@ def _answer(arguments: argparse.Namespace) -> Answer:
     )
     fixed = {name: getattr(arguments, name) for name in FIXABLE if getattr(arguments, name) is not None}
     result = search(job, fixed)
+    assumed = []
+    if arguments.gpu is None:
+        assumed.append(f"no --gpu is given: planned for {DEFAULT_GPU}")
+    if "pipeline" not in fixed and fixed.keys() & {"schedule", "virtual_stages"}:
+        assumed.append("a schedule is given: only pipelines are planned")
+        result = _pipelines_only(result)
+    if arguments.price and not arguments.tokens:
+        assumed.append("--price tells the cost of a run only with --tokens")
     data = result_data(result, price=arguments.price, tokens=arguments.tokens)
-    data["advice"] = advice(result)
+    data |= {"assumed": assumed, "advice": advice(result)}
     return Answer(data, tuple(plan_text(data)), status=0 if data["plans"] else 1)
+
+
+def _pipelines_only(result: SearchResult) -> SearchResult:
+    plans = tuple(plan for plan in result.plans if plan.split.pipeline > 1)
+    rejected = tuple(entry for entry in result.rejected if entry.split.pipeline > 1)
+    if not plans and not rejected:
+        raise ValueError("a schedule is one of a pipeline, but no layout has more than one stage; leave out --schedule")
+    return replace(result, plans=plans, rejected=rejected)
 
 
 def _kernels(arguments: argparse.Namespace) -> str:
@@ -142,7 +204,10 @@ def _shape(arguments: argparse.Namespace) -> ModelShape:
         return _configured(arguments.config, arguments.seq or 0)
     if arguments.module:
         # Only this form of a model needs torch.
-        from lightning_parallel.commands.modules import shape_of_module_path
+        try:
+            from lightning_parallel.commands.modules import shape_of_module_path
+        except ModuleNotFoundError as error:
+            raise ValueError(f"--module needs {error.name}; install it, or give the model's sizes") from error
 
         return shape_of_module_path(arguments.module, heads=arguments.heads or 0, seq=arguments.seq or 0)
     if arguments.params:
@@ -171,13 +236,13 @@ def _configured(name: str, seq: int) -> ModelShape:
     path = Path(name)
     if path.exists() or path.suffix == ".json":
         return shape_from_file(path, seq=seq)
-    from lightning_parallel.commands.modules import config_by_name
+    from lightning_parallel.commands.model_names import config_by_name
 
     return shape_from_config(config_by_name(name), seq=seq)
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:
-    gpu: Gpu = find_gpu(arguments.gpu)
+    gpu: Gpu = find_gpu(arguments.gpu or DEFAULT_GPU)
     changes: dict[str, Any] = {
         "memory_gib": arguments.gpu_memory,
         "hbm_gbps": arguments.gpu_bandwidth,

@@ -7,7 +7,9 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from lightning_parallel.commands.answer import table
+from lightning_parallel.commands.answer import short, table
+from lightning_parallel.planner.hardware import GIB
+from lightning_parallel.planner.units import memory_text, plural
 
 __all__ = ["plan_text"]
 
@@ -16,50 +18,98 @@ SHOWN = 8
 
 def plan_text(data: Mapping[str, Any]) -> list[RenderableType]:
     """Tables and sentences of an answer of `planner.report.result_data` with its ``advice``."""
-    model, cluster = data["model"], data["cluster"]
-    parts: list[RenderableType] = [
-        f"{model['parameters']:,} parameters on {cluster['gpus']} x {cluster['gpu']} ({cluster['nodes']} nodes)\n"
-    ]
+    parts: list[RenderableType] = [*_assumed(data), ""]
     if data["plans"]:
-        parts += [_ranking(data["plans"]), _terms("memory of the fullest rank (GiB)", data["plans"][0], "memory_gib")]
-        parts += [_terms("one step (seconds)", data["plans"][0], "step_seconds")]
         best = data["plans"][0]
-        parts += ["", best["trainer"], "", best["yaml"], ""]
-        parts += [f"also: {line}" for line in best["alternatives"]]
-        parts += [best[note] for note in ("precision_note", "recompute_note") if best[note]]
-    parts += [_reasons(data["rejected"])] if data["rejected"] else []
-    return [*parts, *data["advice"]]
+        parts += [_ranking(data), *_more(data["plans"], "layouts fit"), _memory(best), _seconds(best), *_run(best)]
+        parts += ["", *_runs_it(best)]
+        notes = ("precision_note", "recompute_note") if best["strategy"]["class_path"] else ()
+        parts += [best[note] for note in notes if best[note]]
+    if data["rejected"]:
+        parts += [_reasons(data["rejected"]), *_more(data["rejected"], "layouts do not fit")]
+    return [*parts, "", *data["advice"]]
+
+
+def _assumed(data: Mapping[str, Any]) -> list[str]:
+    """What is planned: sizes, machines and training, given or by default."""
+    model, cluster, job = data["model"], data["cluster"], data["job"]
+    kept = ", ".join(f"{name.replace('_', ' ')} {size:g}" for name, size in job["bytes_per_parameter"].items() if size)
+    trained = "" if job["trainable"] == 1 else f", {job['trainable']:.3g} of them trained"
+    return [
+        f"{model['parameters']:,} parameters{trained}: {plural(model['layers'], 'layer')}, hidden {model['hidden']}, "
+        f"{plural(model['heads'], 'head')}, MLP {model['ffn']}, vocabulary {model['vocab']}",
+        f"{plural(job['sequences_per_step'], 'sequence')} of {plural(model['seq'], 'token')} per step, products in "
+        f"{job['precision']}, {job['optimizer']}, {job['attention']} attention",
+        f"states {job['states']!r}: bytes per parameter of {kept}",
+        f"on {cluster['gpus']} x {cluster['gpu']} ({plural(cluster['nodes'], 'node')})",
+        *data.get("assumed", ()),
+    ]
 
 
 def _layout_cells(layout: Mapping[str, Any]) -> list[str]:
-    sizes = f"{layout['tensor']} x {layout['pipeline']} x {layout['data'] * layout['context']}"
-    zero = str(layout["zero_stage"]) + (f" +{layout['offload']}" if layout["offload"] != "none" else "")
-    return [sizes, zero, str(layout["micro_batch"]), layout["recompute"]]
+    sizes = f"{layout['tensor']}x{layout['pipeline']}x{layout['data'] * layout['context']}"
+    return [sizes, str(layout["zero_stage"]) + (f"+{layout['offload']}" if layout["offload"] != "none" else "")]
 
 
-def _ranking(plans: list[dict[str, Any]]) -> RenderableType:
-    columns = ("tensor x pipeline x data", "ZeRO", "micro-batch", "recompute", "GiB", "s/step", "tokens/s/GPU", "MFU")
-    grid = table("layouts that fit, fastest first", *columns)
-    for plan in plans[:SHOWN]:
+def _ranking(data: Mapping[str, Any]) -> RenderableType:
+    each = "CPU" if data["cluster"]["gpu"] == "cpu" else "GPU"
+    columns = ("layout", "ZeRO", "micro", "recompute", "memory", "s/step", "tok/s", "MFU/HFU")
+    title = "layouts that fit, fastest first: tensor x pipeline x data, sequences of a micro-batch,"
+    grid = table(f"{title} tokens/s per {each}, MFU and HFU in %", *columns)
+    for plan in data["plans"][:SHOWN]:
+        layout = plan["layout"]
         figures = (
-            f"{plan['memory_gib']['total']:.1f}",
+            memory_text(plan["memory_gib"]["total"] * GIB),
             f"{plan['step_seconds']['total']:.3g}",
             f"{plan['tokens_per_second_per_gpu']:.0f}",
-            f"{plan['mfu']:.1%}",
+            f"{plan['mfu']:.1%}/{plan['hfu']:.1%}".replace("%", ""),
         )
-        grid.add_row(*_layout_cells(plan["layout"]), *figures)
+        grid.add_row(*_layout_cells(layout), str(layout["micro_batch"]), layout["recompute"], *figures)
     return grid
 
 
-def _terms(title: str, plan: Mapping[str, Any], key: str) -> RenderableType:
-    terms = [(name.replace("_", " "), value) for name, value in plan[key].items() if value]
-    grid = table(title, *(name for name, _ in terms))
-    grid.add_row(*(f"{value:.3g}" for _, value in terms))
+def _more(entries: list[dict[str, Any]], what: str) -> list[str]:
+    return [f"{len(entries) - SHOWN} more {what}; --json lists all"] if len(entries) > SHOWN else []
+
+
+def _memory(plan: Mapping[str, Any]) -> RenderableType:
+    grid = table("memory of the fullest rank", "term", "size")
+    for name, value in plan["memory_gib"].items():
+        if value:
+            grid.add_row(name.replace("_", " "), memory_text(value * GIB))
     return grid
+
+
+def _seconds(plan: Mapping[str, Any]) -> RenderableType:
+    grid = table("one step", "term", "seconds")
+    for name, value in plan["step_seconds"].items():
+        if value:
+            grid.add_row(name, f"{value:.3g}")
+    return grid
+
+
+def _run(plan: Mapping[str, Any]) -> list[str]:
+    run = plan.get("run")
+    if run is None:
+        return []
+    cost = f", cost {run['cost']:,.0f} at {run['price']:g} per GPU-hour" if "cost" in run else ""
+    hours = f"{run['days']:,.3g} days, {run['gpu_hours']:,.0f} GPU-hours"
+    return [f"the whole run of {short(run['tokens'])} tokens: {hours}{cost}"]
+
+
+def _runs_it(plan: Mapping[str, Any]) -> list[str]:
+    """The strategy of a plan, or why there is none."""
+    strategy = plan["strategy"]
+    if strategy["class_path"] is None:
+        return [f"This plan cannot be run with Lightning: {strategy['why']}."]
+    return [plan["trainer"], "", plan["yaml"], "", *(f"also: {line}" for line in plan["alternatives"])]
 
 
 def _reasons(rejected: list[dict[str, Any]]) -> RenderableType:
-    grid = table("layouts that do not", "tensor x pipeline x data", "ZeRO", "micro-batch", "recompute", "reason")
-    for entry in rejected:
+    """Those that lack least come first."""
+    nearest = sorted(rejected, key=lambda entry: entry.get("memory_gib", {}).get("total", float("inf")))
+    grid = table("layouts that do not fit: tensor x pipeline x data", "layout", "ZeRO", "reason")
+    grid.columns[-1].justify = "left"
+    for entry in nearest[:SHOWN]:
         grid.add_row(*_layout_cells(entry["layout"]), entry["reason"])
     return grid

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from lightning_parallel.commands.answer import Answer, add_command, table
+from lightning_parallel.commands.answer import Answer, add_command, short, table
 from lightning_parallel.scaling import (
     DATA_LIMITED,
     DEFAULT_LAW,
@@ -21,14 +21,14 @@ from lightning_parallel.scaling import (
     spread,
     verdict,
 )
-from lightning_parallel.scaling.fit import FitOptions, LawFit, fit_law
-from lightning_parallel.scaling.isoflop import IsoFlopFit, fit_isoflops
-from lightning_parallel.scaling.plot import plot_scaling
+from lightning_parallel.scaling.fit_options import FitOptions
 from lightning_parallel.scaling.runs import drop_worst, read_runs
 from lightning_parallel.scaling.sizing import BUDGETS_OF_NOTE
 
 if TYPE_CHECKING:
     from lightning_parallel.commands.answer import Subcommands
+    from lightning_parallel.scaling.fit import LawFit
+    from lightning_parallel.scaling.isoflop import IsoFlopFit
 
 __all__ = ["add_parser"]
 
@@ -88,7 +88,11 @@ def _reading_files(answer: Callable[[argparse.Namespace], Answer]) -> Callable[[
     def guarded(arguments: argparse.Namespace) -> Answer:
         try:
             return answer(arguments)
-        except (OSError, ModuleNotFoundError) as error:
+        except FileNotFoundError as error:
+            raise ValueError(f"there is no file {error.filename}") from error
+        except ModuleNotFoundError as error:
+            raise ValueError(f"this needs {error.name}; install it") from error
+        except OSError as error:
             raise ValueError(str(error)) from error
 
     return guarded
@@ -156,14 +160,19 @@ def _verdict(arguments: argparse.Namespace) -> Answer:
 
 def _table(arguments: argparse.Namespace) -> Answer:
     rows = budget_table()
-    figures = table("parameters / tokens", "law", *(f"{flops:.2g} FLOPs" for flops in BUDGETS_OF_NOTE))
+    figures = table("parameters / tokens by FLOPs", "law", *(f"{flops:.2g}" for flops in BUDGETS_OF_NOTE))
     for column, name in enumerate(LAW_NAMES):
-        figures.add_row(name, *(f"{row[column].params:.3g} / {row[column].tokens:.3g}" for row in rows))
+        figures.add_row(name, *(f"{short(row[column].params)}/{short(row[column].tokens)}" for row in rows))
     return Answer({"budgets": [[_pair(cell) for cell in row] for row in rows]}, (figures,))
 
 
 def _fit(arguments: argparse.Namespace) -> Answer:
     read = read_runs(arguments.table)
+    # Only fits and drawings need numpy.
+    from lightning_parallel.scaling.fit import fit_law
+    from lightning_parallel.scaling.isoflop import fit_isoflops
+    from lightning_parallel.scaling.plot import plot_scaling
+
     runs = drop_worst(read.runs, arguments.drop_worst)
     fit = fit_law(runs, FitOptions(arguments.starts, arguments.bootstraps))
     try:
@@ -218,6 +227,8 @@ def _plot(arguments: argparse.Namespace) -> Answer:
         if arguments.law is not None or arguments.budgets is not None:
             raise ValueError("with a table its fit is drawn, at the budgets of its runs; leave out --law and --budgets")
         return _fit(argparse.Namespace(**vars(arguments), flops=None, plot=arguments.out))
+    from lightning_parallel.scaling.plot import plot_scaling
+
     law = get_law(arguments.law or DEFAULT_LAW)
     image = plot_scaling(arguments.out, law, arguments.budgets or BUDGETS_OF_NOTE)
     return Answer({"plot": str(image), "law": law.name}, (f"law {law.name!r} drawn to {image}",))

@@ -12,6 +12,7 @@ from functools import lru_cache
 from math import prod
 from typing import Literal
 
+from lightning_parallel.layout import choices_text, divisors
 from lightning_parallel.parameters import ParameterTag
 from lightning_parallel.tensor_parallel.sharding import (
     ShardSpec,
@@ -85,7 +86,8 @@ class ModelShape:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}; 0 leaves it out")
         if self.kv_heads and self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} key/value heads evenly")
+            fitting = choices_text(divisors(self.heads))
+            raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} key/value heads evenly; use {fitting}")
         if not self.head_dim and self.hidden % self.heads:
             raise ValueError(
                 f"hidden {self.hidden} is not a multiple of {self.heads} heads; name the head_dim, "

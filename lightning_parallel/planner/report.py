@@ -53,6 +53,21 @@ def result_data(result: SearchResult, *, price: float = 0.0, tokens: float = 0.0
             "nodes": job.cluster.nodes,
             "network_gbit_per_gpu": job.cluster.network_gbps * 8,
         },
+        "job": {
+            "sequences_per_step": job.global_batch,
+            "precision": job.precision,
+            "states": job.states,
+            "bytes_per_parameter": {
+                "weights": job.weight_bytes,
+                "gradients": job.gradient_bytes,
+                "master_weights": job.master_bytes,
+                "optimizer": job.optimizer_bytes,
+            },
+            "optimizer": job.optimizer,
+            "attention": job.attention,
+            "kernels": job.kernels,
+            "trainable": job.trainable,
+        },
         "plans": [_plan_data(job, plan, price, tokens) for plan in result.plans],
         "rejected": [_rejected_data(job, entry) for entry in result.rejected],
     }
@@ -99,9 +114,9 @@ def _plan_data(job: TrainingJob, plan: Plan, price: float, tokens: float) -> dic
     }
     if tokens:
         hours = tokens / per_second / 3600
-        data["run"] = {"days": hours / 24, "gpu_hours": hours * gpus}
+        data["run"] = {"tokens": tokens, "days": hours / 24, "gpu_hours": hours * gpus}
         if price:
-            data["run"]["cost"] = hours * gpus * price
+            data["run"] |= {"price": price, "cost": hours * gpus * price}
     return data
 
 

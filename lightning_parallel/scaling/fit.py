@@ -12,6 +12,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_parallel.scaling.fit_options import FitOptions
 from lightning_parallel.scaling.laws import Law
 from lightning_parallel.scaling.runs import Run
 from lightning_parallel.scaling.surfaces import ParametricLoss
@@ -25,30 +26,6 @@ SIZES_NEEDED = 3
 LEAST_SPREAD = 0.02
 """How far runs must stray from a line in (log N, log D), as a share of their extent along it."""
 LARGEST_EXPONENT = 4.0
-
-
-@dataclass(frozen=True)
-class FitOptions:
-    """How a fit is done.
-
-    Attributes:
-        starts: number of starting points, the best of the 4500 of Hoffmann et al.'s grid.
-        bootstraps: number of resampled fits for intervals.
-        delta: residual of the log loss from which on the Huber loss grows linearly.
-        seed: of the resampling.
-    """
-
-    starts: int = 40
-    bootstraps: int = 200
-    delta: float = 1e-3
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.starts < 1 or self.bootstraps < 0 or not self.delta > 0:
-            raise ValueError(
-                f"starts={self.starts!r}, bootstraps={self.bootstraps!r} and delta={self.delta!r} must be at least 1, "
-                "at least 0 and positive; use for example 40, 200 and 1e-3"
-            )
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def runs(rank: int, world_size: int, tight: float) -> Any:
         assert sizes == (split.tensor, split.pipeline, split.data)
         assert strategy.zero_config.stage == split.zero_stage
         found.append((sizes, after, printed.getvalue()))
-    with pytest.raises(ValueError, match="no layout of 2 devices with 1e-06 GiB each"):
+    with pytest.raises(ValueError, match="no layout of 2 devices with 1.0 KiB each"):
         trained(AutoStrategy(memory_gib=1e-6), world_size, 4)
     with pytest.raises(ValueError, match="a cpu does not say how much memory a process may use"):
         trained("auto_parallel", world_size, 4)

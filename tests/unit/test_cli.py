@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,8 +19,10 @@ from torch import nn
 
 from lightning_parallel import strategies
 from lightning_parallel.cli import main
+from lightning_parallel.commands import plan
 from lightning_parallel.commands.doctor import LAUNCH_VARIABLES, environment_problems
 from lightning_parallel.commands.modules import parameter_count, shape_of_module
+from lightning_parallel.planner.hardware import GPUS
 from lightning_parallel.strategies import ZeroConfig
 
 
@@ -131,7 +136,13 @@ def test_kernels_are_those_that_come_with_the_precision(
         (["--layers", "3"], "also needs --hidden and --heads"),
         (["--params", "7e9", "--gpu", "h100"], "GPU 'h100' is unknown"),
         (["--params", "7e9", "--gpu", "v100-32gb"], "v100-32gb has no bf16 matrix units"),
-        (["--module", "torch.nn:Nothing"], "cannot be built"),
+        (["--module", "torch.nn:Nothing"], "torch.nn has no Nothing"),
+        (["--module", "torch.nn:Linear"], "cannot be built without arguments"),
+        (["--module", "mine:Thing"], "makes a Thing, which is no module of torch"),
+        (["--module", "nosuch:Thing"], "cannot be imported: No module named 'nosuch'"),
+        (["--params", "7e9", "--tp", "3"], "use 1, 2, 4 or 8"),
+        (["--layers", "4", "--hidden", "512", "--heads", "8", "--kv-heads", "7"], "use 1, 2, 4 or 8"),
+        (["--params", "7e9", "--schedule", "1f1b", "--gpus-per-node", "1"], "no layout has more than one stage"),
         (["--config", "mixtral.json"], "'mixtral' is a mixture of experts, which is not planned: tokens would be sent"),
     ],
 )
@@ -139,6 +150,7 @@ def test_a_plan_without_sense_is_refused(
     arguments: list[str], text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("class Thing: pass")
     Path("mixtral.json").write_text(json.dumps({"model_type": "mixtral", "num_local_experts": 8}))
     assert main(["plan", *arguments]) == 2
     assert text in capsys.readouterr().err
@@ -230,6 +242,8 @@ def test_launch_variables_must_fit_together(environment: dict[str, str], text: s
         ("plan --params 1e400", "argument --params: 1e400 is not within"),
         ("plan --params 1e19", "--params counts parameters, 1e6 to 1e18, such as 7e9, got 1e+19"),
         ("plan --params seven", "argument --params: 'seven' is no number"),
+        ("plan --params 7B", "argument --params: '7B' is no number; write 7e9"),
+        ("scaling fit nosuch.csv", "there is no file nosuch.csv"),
         ("plan --params 7e9 --host-memory nan", "argument --host-memory: nan is not within 0 .. 1e+20"),
         ("plan --params 7e9 --price inf", "argument --price: inf is not within"),
         ("plan --params 7e9 --trainable 2", "trainable is a part above 0 and up to 1, got 2.0; use 1.0"),
@@ -248,6 +262,81 @@ def test_wrong_values_end_in_one_line(arguments: str, message: str, capsys: pyte
     assert streams.out == ""
     assert streams.err.startswith(f"lightning-parallel: error: {message}")
     assert len(streams.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "unsaid"),
+    [
+        (
+            "plan --params 7e9 --tokens 1e12 --price 2",
+            ["the whole run of 1T tokens: 143 days, 27,384 GPU-hours, cost 54,769 at 2 per GPU-hour", "49.7/49.7"],
+            [],
+        ),
+        (
+            "plan --params 7e9 --recompute full",
+            ["32 layers, hidden 4096", "8 sequences of 4096 tokens per step", "adamw", "no --gpu is given: planned for"]
+            + ["states 'mixed': bytes per parameter of weights 2, gradients 2", "(1 node)"],
+            ["whole run"],
+        ),
+        (
+            "plan --params 70e9 --gpu a100-80gb",
+            ["layouts that do not fit", "more layouts do not fit; --json"],
+            ["no --gpu"],
+        ),
+        (
+            "plan --params 7e9 --schedule interleaved",
+            ["a schedule is given: only pipelines are planned", "cannot be run with Lightning: no strategy here runs"],
+            ["Trainer(", "trainer:", "1x1x8"],
+        ),
+        ("plan --params 7e9 --gpu h100-80gb", ["sharding the optimizer states leaves"], ["no --gpu", "only pipelines"]),
+        ("explain collectives --ranks 16", ["rank 15", "--json lists every rank"], ["rank 5"]),
+        ("explain ring --ranks 60", ["in 118 steps; --json lists each"], ["all-gather"]),
+        ("explain zero --ranks 1", ["over 1 rank ("], []),
+        ("scaling table", ["hoffmann-3-printed", "1.45B/11.5B"], []),
+    ],
+)
+def test_answers_say_what_matters_in_eighty_columns(
+    arguments: str, said: list[str], unsaid: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments.split()) == 0
+    out = capsys.readouterr().out
+    text = " ".join(out.split())
+    assert [part for part in said if part not in text] == []
+    assert [part for part in unsaid if part in text] == []
+    assert max((len(line) for line in out.splitlines() if line.startswith(("│", "┏", "└"))), default=0) <= 80
+    assert out.count("\n") < 120
+
+
+def test_planning_and_explaining_need_neither_torch_nor_numpy() -> None:
+    code = """
+import sys
+for name in ("torch", "numpy", "lightning", "transformers", "matplotlib"):
+    sys.modules[name] = None
+from lightning_parallel.cli import main
+for arguments in ("plan --params 7e9", "explain bubble", "explain topology", "scaling table"):
+    assert main(arguments.split()) == 0, arguments
+for arguments in ("plan --config gpt2", "plan --module a:B", "scaling plot"):
+    assert main(arguments.split()) == 2, arguments
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    errors = done.stderr.splitlines()
+    assert len(errors) == 3
+    assert [next(n for n in ("transformers", "torch", "numpy") if n in line) for line in errors] == [
+        "transformers", "torch", "numpy"
+    ]  # fmt: skip
+
+
+def test_every_option_of_plan_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    plan.add_parser(parser.add_subparsers())
+    (commands,) = parser._subparsers._group_actions  # type: ignore[union-attr]
+    options = commands.choices["plan"]._actions  # type: ignore[index,call-overload]
+    assert [option.dest for option in options if not option.help] == []
+    with pytest.raises(SystemExit, match="0"):
+        main(["plan", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(name in text for name in GPUS)
 
 
 def test_help_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
