@@ -12,6 +12,7 @@ from rich.table import Table
 from lightning_parallel.layout import ParallelLayout
 from lightning_parallel.pipeline.schedules import build_schedule
 from lightning_parallel.pipeline.simulate import simulate
+from lightning_parallel.planner.units import plural
 
 __all__ = ["layout_tables", "report_layout"]
 
@@ -27,7 +28,7 @@ def _stage_rows(partition: Any, layout: ParallelLayout) -> list[tuple[str, str, 
         if plan is not None:
             start, stop = plan.bounds[stage]
             blocks = plan.blocks[start] if stop - start == 1 else f"{plan.blocks[start]} .. {plan.blocks[stop - 1]}"
-            blocks += f"  ({stop - start} blocks)"
+            blocks += f"  ({plural(stop - start, 'block')})"
         rows.append((str(stage), blocks, f"{local:,}"))
     return rows
 

@@ -37,7 +37,7 @@ CHOICE = [
     "layers.*.mlp.fc2 (3) │ rowwise",
     "head │ colwise_gather",
     "pos │ replicated",
-    "0 │ layers.0 (1 blocks) │ 420",  # half of 216 + 64 + 144 + 128 weights and 2 x 24 others; 6 words and positions
+    "0 │ layers.0 (1 block) │ 420",  # half of 216 + 64 + 144 + 128 weights and 2 x 24 others; 6 words and positions
     "1 │ layers.1 .. layers.2 (2 blocks) │ 712",
 ]
 """What is printed before training starts on the automatic layout of 4 devices."""
