@@ -95,6 +95,9 @@ class UnitView(WholeView):
     def _readers(mesh: Mesh) -> Any:
         return mesh.data_control
 
+    def _refuse_forwards(self, refuse: bool) -> None:
+        """Whole parameters are all that a module of a replica needs."""
+
     def _make_stand_in(self, name: str, p: nn.Parameter) -> Tensor:
         return WholeParameter.of(_SharedWeights(self, name, p), _HeldGradient(p), self.outline(name, p.dtype), p.device)
 

@@ -163,6 +163,7 @@ class WholeView:
         self._stand_ins: dict[int, Tensor] = {}  # id of what the step uses -> what hooks see
         self._locals: dict[int, Tensor] = {}  # id of what hooks see -> what the step uses
         self._places: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._refusing: list[Any] = []  # handles of hooks that keep modules from running while they are shown whole
         self._make_stand_ins()
 
     # -------------------------------------------------------------- what is shown
@@ -183,6 +184,18 @@ class WholeView:
             for registry in registries:
                 self._places += [(registry, n, t) for n, t in registry.items() if id(t) in self._stand_ins]
         self._locals = {id(self._stand_ins[id(tensor)]): tensor for _, _, tensor in self._places}
+
+    def _refuse_forwards(self, refuse: bool) -> None:
+        """Split layers and stages take part in steps of all ranks; whole weights would be counted once per rank."""
+        for handle in self._refusing:
+            handle.remove()
+        shown = {id(registry) for registry, _, _ in self._places}
+        modules = self.partition.module.modules() if refuse else ()
+        self._refusing = [
+            module.register_forward_pre_hook(_refuse_forward)
+            for module in modules
+            if id(module._parameters) in shown or id(module._buffers) in shown
+        ]
 
     @staticmethod
     def _readers(mesh: Mesh) -> Any:
@@ -258,6 +271,7 @@ class WholeView:
 
     def _swap(self, show: bool) -> None:
         self._presence = None
+        self._refuse_forwards(show)
         for registry, leaf, tensor in self._places:
             stand_in = self._stand_ins[id(tensor)]
             source, target = (tensor, stand_in) if show else (stand_in, tensor)
@@ -295,6 +309,14 @@ class _PartedState:
 
     __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = _refuse
     get = items = keys = pop = setdefault = update = _refuse
+
+
+def _refuse_forward(module: nn.Module, args: Any) -> None:
+    raise RuntimeError(
+        f"a hook runs {type(module).__name__}, whose weights lie on several ranks: hooks between steps may read and "
+        "change weights and gradients, but the model computes in steps, which all ranks take together; call it in "
+        "training_step, validation_step or predict_step, or on a plain module that loaded a checkpoint"
+    )
 
 
 def _own(whole: Tensor, held: Tensor | None) -> Tensor:

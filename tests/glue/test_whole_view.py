@@ -260,6 +260,34 @@ class Reshaping(Classifier):
         self.net.stem.weight.data = torch.zeros(2, 2)
 
 
+class Running(Classifier):
+    """Runs the model between steps, as for samples of what it has learnt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with pytest.raises(RuntimeError) as caught:
+            self.net(batch["x"])
+        self.said.append(str(caught.value))
+
+
+def running(site: Site) -> Any:
+    module = Running()
+    fit(site, module)
+    return set(module.said)
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1)])
+def test_a_model_in_parts_does_not_run_in_hooks(ranks: Ranks, layout: Layout) -> None:
+    """Split layers would count whole weights once per rank, without a word."""
+    for texts in ranks(2, observe, running, layout, {}, launch="lightning"):
+        (text,) = texts
+        assert text.startswith("a hook runs ")
+        assert "call it in training_step, validation_step or predict_step" in text
+
+
 def refused(site: Site) -> None:
     kind, kwargs = site.options["case"], site.options["trainer"]
     fit(Site(site.layout, site.rank, {"micro_batches": 2}), kind(), **kwargs)
