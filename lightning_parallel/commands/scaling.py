@@ -91,7 +91,8 @@ def _reading_files(answer: Callable[[argparse.Namespace], Answer]) -> Callable[[
         except FileNotFoundError as error:
             raise ValueError(f"there is no file {error.filename}") from error
         except ModuleNotFoundError as error:
-            raise ValueError(f"this needs {error.name}; install it") from error
+            # Packages of an extra are asked for with a text that names it; Python's own text is not for users.
+            raise ValueError(str(error) if error.name is None else f"this needs {error.name}; install it") from error
         except OSError as error:
             raise ValueError(str(error)) from error
 
