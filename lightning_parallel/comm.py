@@ -88,12 +88,13 @@ def all_gather_into(output: Tensor, tensor: Tensor, group: ProcessGroup | None, 
         output.copy_(tensor.view_as(output))
         return None
     _check_contiguous(output)
-    if host_comm.is_worth_it(output):
-        return _started(host_comm.gather_slices(output.view(-1), tensor.reshape(-1), group), async_op)
+    # Flat, because gloo wants parts of the very shape of the input.
+    flat, part = _wire(output.view(-1)), _wire(tensor.reshape(-1))
+    if host_comm.is_worth_it(flat):
+        return _started(host_comm.gather_slices(flat, part, group), async_op)
     # The newer name exists from torch 2.13 on, where the older one warns on every call.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    # Flat, because gloo wants parts of the very shape of the input.
-    return gather(_wire(output.view(-1)), _wire(tensor.reshape(-1)), group=group, async_op=async_op)
+    return gather(flat, part, group=group, async_op=async_op)
 
 
 def reduce_scatter_into(

@@ -281,7 +281,7 @@ class PartitionedStrategy(DDPStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """A vote of every rank of the world."""
         self._sight.meet()
-        vote = torch.tensor(int(decision))
+        vote = torch.tensor(int(decision), device="cpu")
         comm.all_reduce_(vote, self.mesh.world_control, "min" if all else "max")
         return bool(vote)
 

@@ -183,7 +183,7 @@ class ReplicaData:
 
     def _extremes(self, state: int) -> tuple[int, int]:
         self._sight.meet()
-        votes = torch.tensor([-int(state), int(state)])
+        votes = torch.tensor([-int(state), int(state)], device="cpu")
         comm.all_reduce_(votes, self.mesh.world_control, "max")
         return -int(votes[0]), int(votes[1])
 

@@ -279,6 +279,10 @@ def check_large_slices(rank: int, world_size: int) -> None:
     assert work.is_completed()
     close(whole.view(-1), expected)
 
+    counted = torch.empty(world_size, 2 * share, dtype=torch.int16)  # backends have no name for it
+    comm.all_gather_into(counted, torch.full((2 * share,), rank, dtype=torch.int16), group)
+    assert [row.unique().tolist() for row in counted] == [[r] for r in range(world_size)]
+
     part = torch.empty(share)
     comm.reduce_scatter_into(part, whole * (rank + 1), group)
     total = torch.full((share,), rank * sum(range(1, world_size + 1)), dtype=torch.float)
