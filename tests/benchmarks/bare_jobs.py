@@ -31,17 +31,23 @@ def train(run: Run, step: Callable[[Tensor, Tensor], Tensor], part: int = 0, par
     return losses
 
 
-def _train_whole(run: Run, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor] = loss_of) -> list[Tensor]:
-    optimizer = optimizer_of(model)
+def _whole_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[Tensor, Tensor], Tensor] = loss_of
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """A step on the whole batch."""
 
     def step(ids: Tensor, target: Tensor) -> Tensor:
-        optimizer.zero_grad()
+        model.zero_grad()
         value = loss(model(ids), target)
         value.backward()
         optimizer.step()
         return value
 
-    return train(run, step)
+    return step
+
+
+def _train_whole(run: Run, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor] = loss_of) -> list[Tensor]:
+    return train(run, _whole_step(model, optimizer_of(model), loss))
 
 
 def one_process(run: Run) -> list[Tensor]:
@@ -74,15 +80,7 @@ def without_communication(run: Run) -> list[Tensor]:
     """
     model = GPT(run.sizes)
     optimizer = torch.optim.Adam(list(model.parameters())[run.rank :: run.ranks], lr=optimizer_of(model).defaults["lr"])
-
-    def step(ids: Tensor, target: Tensor) -> Tensor:
-        model.zero_grad()
-        value = loss_of(model(ids), target)
-        value.backward()
-        optimizer.step()
-        return value
-
-    return train(run, step, run.rank, run.ranks)
+    return train(run, _whole_step(model, optimizer), run.rank, run.ranks)
 
 
 def our_layers(run: Run) -> list[Tensor]:

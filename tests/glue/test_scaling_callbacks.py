@@ -25,6 +25,7 @@ from lightning_parallel.callbacks import (
 from lightning_parallel.scaling.plan import SizingGoal
 from lightning_parallel.scaling.runs import read_runs
 from lightning_parallel.scaling.speeds import Speed, append_speed
+from tests.clock import Clock
 from tests.glue.oracle import PAIRS, Layout, PeerSite, ShardingSite, Site, assert_same, check, reference, shard, weights
 from tests.glue.training import GPT, LENGTH, Record, Tokens
 from tests.harness import Ranks
@@ -34,17 +35,6 @@ BATCH, ACCUMULATE = 4, 2
 STEP_TOKENS = BATCH * ACCUMULATE * LENGTH
 PARAMS = sum(p.numel() for p in GPT().parameters())
 STEP_FLOPS = 6 * PARAMS * STEP_TOKENS
-
-
-class Clock:
-    """Every look takes half a second."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 0.5
-        return self.now
 
 
 class Observed(GPT):

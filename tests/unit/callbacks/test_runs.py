@@ -19,20 +19,10 @@ from lightning_parallel.callbacks import (
 from lightning_parallel.scaling.plan import SizingGoal
 from lightning_parallel.scaling.runs import read_runs
 from lightning_parallel.scaling.speeds import Speed, append_speed, first_speed
+from tests.clock import Clock
 from tests.unit.callbacks.test_sizers import LENGTH, RULE, Sized, Stream, built, parameters, trainer
 
 STEP = 4 * LENGTH
-
-
-class Clock:
-    """Every look takes half a second."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 0.5
-        return self.now
 
 
 def sized(goal: SizingGoal, resume: Path | None = None) -> tuple[Any, ChinchillaSizer, Sized]:
