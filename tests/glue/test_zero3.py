@@ -89,6 +89,10 @@ class Large(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
+MESSAGES = 1024
+"""Bytes of votes and lengths that may be under way when memory is fullest, of 8 to 24 bytes each."""
+
+
 class Measured(ZeroStrategy):
     """The most memory that its set-up has at one time, which the profiler sees, and what is left of that."""
 
@@ -129,7 +133,7 @@ def test_no_rank_holds_the_whole_model_at_start(ranks: Ranks) -> None:
         for peak, held, found in ranks(2, meta, True, kind, launch="lightning"):
             assert held == pytest.approx(share, rel=0.05, abs=0.1 * block), kind
             if kind is None:  # the profiler does not see what threads free that write files
-                assert peak <= share + 2.5 * block
+                assert peak <= share + 2.5 * block + MESSAGES
                 assert peak < 0.95 * total
             assert all(torch.equal(found[f"net.{name}"], value) for name, value in expected.state_dict().items())
     for _, _, refusal in ranks(2, meta, False, launch="lightning"):
