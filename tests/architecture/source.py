@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -65,6 +65,11 @@ class Module:
         return ast.parse("\n".join(self.lines), filename=str(self.path))
 
     @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Every node of the tree."""
+        return tuple(ast.walk(self.tree))
+
+    @cached_property
     def floor(self) -> str:
         """The first word of the docstring, without its colon; empty when there is none."""
         words = (ast.get_docstring(self.tree) or "").split()
@@ -79,6 +84,11 @@ class Module:
     def functions(self) -> tuple[tuple[str, Function], ...]:
         """Qualified name and node of every function, methods and nested ones included."""
         return tuple(_functions(self.tree, ""))
+
+
+def places(module: Module, nodes: Iterable[ast.AST]) -> list[str]:
+    """Files and lines of `nodes`, for the failure's text."""
+    return [f"{module.relative}:{getattr(node, 'lineno', 0)}" for node in nodes]
 
 
 def package_modules() -> tuple[Module, ...]:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.architecture.source import FLOORS, PACKAGE, ROOT, Module, own_targets, package_modules
+from tests.architecture.source import FLOORS, PACKAGE, ROOT, Import, Module, own_targets, package_modules, places
 
 MODULES = {module.name: module for module in package_modules()}
 # What every room of the mechanism floor may use; apart from these, rooms meet only in the strategies.
@@ -36,32 +36,35 @@ for name in sys.argv[1:]:
 """
 
 
-every_module = pytest.mark.parametrize("module", [pytest.param(m, id=m.relative) for m in MODULES.values()])
-
-
 def test_the_package_was_found() -> None:
     assert {PACKAGE, f"{PACKAGE}.layout", f"{PACKAGE}.comm"} <= MODULES.keys()
     assert {module.floor for module in MODULES.values()} == set(FLOORS)
 
 
-@every_module
-def test_docstring_names_the_floor(module: Module) -> None:
-    assert module.floor in FLOORS, f"the docstring must start with one of {', '.join(f'{f}:' for f in FLOORS)}"
+def test_docstrings_name_the_floor() -> None:
+    nameless = [module.relative for module in MODULES.values() if module.floor not in FLOORS]
+    assert not nameless, f"the docstring must start with one of {', '.join(f'{f}:' for f in FLOORS)}"
 
 
-@every_module
-def test_imports_point_down(module: Module) -> None:
-    for name in own_targets(module, MODULES, with_typing=True):
-        target = MODULES[name]
-        allowed = {
-            "Pure": target.floor == "Pure",
-            "Mechanism": target.floor == "Pure"
-            or name in TOOLS_OF_MECHANISM
-            or PARTS_OF_TOOLS.get(name) == module.name
-            or (target.floor == "Mechanism" and target.room == module.room),
-            "Glue": True,
-        }
-        assert allowed[module.floor], f"{module.floor} {module.name} imports {target.floor} {name}"
+def test_imports_point_down() -> None:
+    assert not [
+        f"{module.floor} {module.name} imports {MODULES[name].floor} {name}"
+        for module in MODULES.values()
+        for name in own_targets(module, MODULES, with_typing=True)
+        if not may_import(module, MODULES[name])
+    ]
+
+
+def may_import(module: Module, target: Module) -> bool:
+    allowed = {
+        "Pure": target.floor == "Pure",
+        "Mechanism": target.floor == "Pure"
+        or target.name in TOOLS_OF_MECHANISM
+        or PARTS_OF_TOOLS.get(target.name) == module.name
+        or (target.floor == "Mechanism" and target.room == module.room),
+        "Glue": True,
+    }
+    return allowed[module.floor]
 
 
 def test_imports_have_no_cycle() -> None:
@@ -72,42 +75,45 @@ def test_imports_have_no_cycle() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-@every_module
-def test_foreign_imports_fit_the_floor(module: Module) -> None:
-    for entry in module.imports:
-        if entry.within("torch"):
-            assert module.floor != "Pure", f"line {entry.line}: a pure module imports {entry.full}"
-        if any(entry.within(package) for package in LIGHTNING):
-            assert module.floor == "Glue", f"line {entry.line}: only glue imports {entry.full}"
+def test_foreign_imports_fit_the_floor() -> None:
+    for module in MODULES.values():
+        place = f"{module.relative}, line"
+        for entry in module.imports:
+            if entry.within("torch"):
+                assert module.floor != "Pure", f"{place} {entry.line}: a pure module imports {entry.full}"
+            if any(entry.within(package) for package in LIGHTNING):
+                assert module.floor == "Glue", f"{place} {entry.line}: only glue imports {entry.full}"
 
 
-@every_module
-def test_raw_collectives_stay_in_few_files(module: Module) -> None:
-    if module.relative in RAW_DISTRIBUTED:
-        return
-    imported = [f"line {entry.line}: {entry.full}" for entry in module.imports if entry.within("torch.distributed")]
-    reached = [
-        f"line {node.lineno}: torch.distributed"
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Attribute)
-        and node.attr == "distributed"
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "torch"
-    ]
-    assert not imported + reached
-
-
-@every_module
-def test_private_names_of_lightning_stay_in_one_file(module: Module) -> None:
-    if module.relative in PRIVATE_LIGHTNING:
-        return
-    private = [
-        f"line {entry.line}: {entry.full}"
+def test_raw_collectives_stay_in_few_files() -> None:
+    others = [module for module in MODULES.values() if module.relative not in RAW_DISTRIBUTED]
+    assert not [
+        f"{module.relative}:{entry.line}: {entry.full}"
+        for module in others
         for entry in module.imports
-        if any(entry.within(package) for package in LIGHTNING)
-        and any(part.startswith("_") and not part.startswith("__") for part in entry.full.split("."))
+        if entry.within("torch.distributed")
     ]
-    assert not private
+    assert not [place for module in others for place in places(module, filter(reaches_distributed, module.nodes))]
+
+
+def reaches_distributed(node: ast.AST) -> bool:
+    """Whether the node is ``torch.distributed``."""
+    is_attribute = isinstance(node, ast.Attribute) and node.attr == "distributed"
+    return is_attribute and isinstance(node.value, ast.Name) and node.value.id == "torch"
+
+
+def test_private_names_of_lightning_stay_in_one_file() -> None:
+    assert not [
+        f"{module.relative}:{entry.line}: {entry.full}"
+        for module in MODULES.values()
+        if module.relative not in PRIVATE_LIGHTNING
+        for entry in module.imports
+        if any(entry.within(package) for package in LIGHTNING) and is_private(entry)
+    ]
+
+
+def is_private(entry: Import) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in entry.full.split("."))
 
 
 def test_package_and_pure_modules_load_without_torch() -> None:

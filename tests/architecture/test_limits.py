@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Callable
+from typing import TypeVar
 
-import pytest
-
-from tests.architecture.source import ROOT, Function, Module, package_modules
+from tests.architecture.source import ROOT, Function, package_modules, places
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -18,23 +18,32 @@ MAX_FILE = 400
 MAX_FUNCTION = 60
 MAX_CONSTRUCTOR = 8
 
+Node = TypeVar("Node", bound=ast.AST)
+
+# One test per rule over all files: a test per file and rule is thousands of tests, and takes longer than it looks.
 MODULES = package_modules()
-every_module = pytest.mark.parametrize("module", [pytest.param(m, id=m.relative) for m in MODULES])
 
 
-def places(module: Module, nodes: list[ast.AST]) -> list[str]:
-    """The lines of `nodes`, for the failure's text."""
-    return [f"{module.relative}:{getattr(node, 'lineno', 0)}" for node in nodes]
+def offending(kind: type[Node], is_wrong: Callable[[Node], bool]) -> list[str]:
+    """Where the package has nodes of this kind that are wrong."""
+    return [
+        place
+        for module in MODULES
+        for place in places(module, (node for node in module.nodes if isinstance(node, kind) and is_wrong(node)))
+    ]
 
 
-@every_module
-def test_file_length(module: Module) -> None:
-    assert len(module.lines) <= MAX_FILE
+def test_file_length() -> None:
+    lengths = {module.relative: len(module.lines) for module in MODULES}
+    assert not {name: length for name, length in lengths.items() if length > MAX_FILE}
 
 
-@every_module
-def test_function_length(module: Module) -> None:
-    lengths = {name: (node.end_lineno or 0) - node.lineno + 1 for name, node in module.functions}
+def test_function_length() -> None:
+    lengths = {
+        f"{module.relative}: {name}": (node.end_lineno or 0) - node.lineno + 1
+        for module in MODULES
+        for name, node in module.functions
+    }
     assert not {name: length for name, length in lengths.items() if length > MAX_FUNCTION}
 
 
@@ -42,11 +51,14 @@ def test_function_length(module: Module) -> None:
 PUBLIC_CONSTRUCTORS = {"TensorPipelineStrategy.__init__"}
 
 
-@every_module
-def test_constructor_arguments(module: Module) -> None:
+def test_constructor_arguments() -> None:
     """Own arguments of every ``__init__``; ``self``, ``*args`` and ``**kwargs`` do not count."""
-    inits = [(name, node) for name, node in module.functions if name.endswith(".__init__")]
-    counts = {name: num_arguments(node) for name, node in inits if name not in PUBLIC_CONSTRUCTORS}
+    counts = {
+        f"{module.relative}: {name}": num_arguments(node)
+        for module in MODULES
+        for name, node in module.functions
+        if name.endswith(".__init__") and name not in PUBLIC_CONSTRUCTORS
+    }
     assert not {name: count for name, count in counts.items() if count > MAX_CONSTRUCTOR}
 
 
@@ -55,44 +67,34 @@ def num_arguments(function: Function) -> int:
     return len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs) - 1
 
 
-@every_module
-def test_no_global_statement(module: Module) -> None:
-    assert not places(module, [node for node in ast.walk(module.tree) if isinstance(node, ast.Global)])
+def test_no_global_statement() -> None:
+    assert not offending(ast.Global, lambda node: True)
 
 
-@every_module
-def test_no_bare_except(module: Module) -> None:
-    handlers = [node for node in ast.walk(module.tree) if isinstance(node, ast.ExceptHandler)]
-    assert not places(module, [node for node in handlers if node.type is None])
+def test_no_bare_except() -> None:
+    assert not offending(ast.ExceptHandler, lambda handler: handler.type is None)
 
 
-@every_module
-def test_no_print(module: Module) -> None:
-    calls = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
-    assert not places(module, [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"])
+def test_no_print() -> None:
+    assert not offending(ast.Call, lambda call: isinstance(call.func, ast.Name) and call.func.id == "print")
 
 
-@every_module
-def test_no_star_import(module: Module) -> None:
-    assert "*" not in {entry.name for entry in module.imports}
+def test_no_star_import() -> None:
+    assert not [module.relative for module in MODULES if "*" in {entry.name for entry in module.imports}]
 
 
-@every_module
-def test_asserts_carry_a_text(module: Module) -> None:
-    asserts = [node for node in ast.walk(module.tree) if isinstance(node, ast.Assert)]
-    assert not places(module, [node for node in asserts if node.msg is None])
+def test_asserts_carry_a_text() -> None:
+    assert not offending(ast.Assert, lambda statement: statement.msg is None)
 
 
-@every_module
-def test_no_mutable_class_attributes(module: Module) -> None:
-    classes = [node for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
-    values = [
-        statement.value
-        for node in classes
-        for statement in node.body
-        if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None
-    ]
-    assert not places(module, [value for value in values if is_mutable(value)])
+def test_no_mutable_class_attributes() -> None:
+    assert not offending(ast.ClassDef, lambda node: any(map(assigns_a_mutable, node.body)))
+
+
+def assigns_a_mutable(statement: ast.stmt) -> bool:
+    if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
+        return False
+    return is_mutable(statement.value)
 
 
 def is_mutable(value: ast.expr) -> bool:
