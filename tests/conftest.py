@@ -8,18 +8,32 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import TYPE_CHECKING  # noqa: E402
 
 import pytest  # noqa: E402
-import torch  # noqa: E402
 
-from tests.harness import Ranks, WorkerPool  # noqa: E402
+# torch and Lightning are imported where they are used: the process that only hands out tests has no need of them.
+if TYPE_CHECKING:
+    from tests.harness import Ranks
 
-collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
+GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """The folder for CUDA devices is passed over where there is none."""
+    if collection_path != GPU_TESTS:
+        return None
+    import torch
+
+    return None if torch.cuda.is_available() else True
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Runs a top-level function of the test module on n worker processes; see `tests.harness`."""
+    from tests.harness import WorkerPool
+
     pool = WorkerPool()
     yield pool
     pool.close()
