@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from lightning_parallel.scaling.runs import read_runs
-from tests.harness.process import ROOT, run_python
+from tests.harness import Ranks, run_script
+from tests.harness.process import ROOT
 
 # The examples are scripts beside the package, not part of it.
 sys.path.insert(0, str(ROOT / "examples"))
@@ -30,10 +31,9 @@ def test_sizes_are_those_of_the_models() -> None:
 
 
 @pytest.mark.timeout(200)
-def test_sweep_from_start_to_end(tmp_path: Path) -> None:
-    script = str(ROOT / "examples" / "scaling_sweep.py")
-    done = run_python([script, *QUICK, "--bootstraps", "5", "--lr", "2e-3"], cwd=tmp_path, timeout=180)
-    assert done.returncode == 0, done.output
+def test_sweep_from_start_to_end(ranks: Ranks, tmp_path: Path) -> None:
+    script, arguments = ROOT / "examples" / "scaling_sweep.py", [*QUICK, "--bootstraps", "5", "--lr", "2e-3"]
+    (output,) = ranks(1, run_script, script, arguments, tmp_path, launch="lightning", timeout=180)
     runs = read_runs(tmp_path / "scaling_sweep" / "runs.csv").runs
     assert len(runs) >= 7
     for run in runs[:-1]:
@@ -41,8 +41,8 @@ def test_sweep_from_start_to_end(tmp_path: Path) -> None:
         assert min(abs(run.flops / budget - 1) for budget in (4e8, 1.2e9)) < 0.2
         assert 1 < run.loss < 5.6
     assert runs[-1].flops == pytest.approx(2.4e9, rel=0.1)
-    observed, predicted = runs[-1].loss, re.search(r"predicted[^\d]+[\d,]+[^\d]+[\d,]+[^\d]+(\d\.\d+)", done.output)
-    assert predicted is not None, done.output
-    (difference,) = re.findall(r"observed - predicted: ([+-]\d\.\d+)", done.output)
+    observed, predicted = runs[-1].loss, re.search(r"predicted[^\d]+[\d,]+[^\d]+[\d,]+[^\d]+(\d\.\d+)", output)
+    assert predicted is not None, output
+    (difference,) = re.findall(r"observed - predicted: ([+-]\d\.\d+)", output)
     assert float(difference) == pytest.approx(observed - float(predicted[1]), abs=2e-4)
     assert (tmp_path / "scaling_sweep" / "sweep.png").read_bytes().startswith(b"\x89PNG")

@@ -1,9 +1,10 @@
-"""One script under every launcher: the Trainer itself, torchrun on two machines, spawn, LightningCLI."""
+"""One script under every launcher: torchrun on two machines, spawn, LightningCLI. The examples use the Trainer's own."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ from lightning.pytorch import Trainer
 from lightning_parallel import TensorPipelineStrategy
 from tests.glue import launched
 from tests.glue.oracle import QUIET, assert_same
-from tests.harness import run_python
+from tests.harness import Ranks, run_python, run_script
 from tests.harness.pool import free_port
 from tests.harness.process import ROOT
 
@@ -86,14 +87,19 @@ def check(folder: Path, plain: dict[str, Any], layout: tuple[int, int, int]) -> 
     assert once == sorted(expected)
 
 
-def test_the_trainer_launches_the_automatic_layout_by_name(tmp_path: Path, plain: dict[str, Any]) -> None:
-    done = run_python(script(tmp_path, devices=4, batch_size=GLOBAL_BATCH), cwd=tmp_path, timeout=110)
-    assert done.returncode == 0, done.output
+def automatic(rank: int, world_size: int, folder: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        launched.run({"devices": world_size, "batch_size": GLOBAL_BATCH}, folder)
+    return printed.getvalue()
+
+
+def test_the_automatic_layout_by_name(ranks: Ranks, tmp_path: Path, plain: dict[str, Any]) -> None:
+    first, *others = ranks(4, automatic, str(tmp_path), launch="lightning", timeout=110)
     check(tmp_path, plain, (2, 2, 1))
-    shown = " ".join(done.output.split())
+    shown = " ".join(first.split())
     for row in CHOICE:
-        assert f"│ {row}" in shown, done.output
-    assert not re.search("colwise_qkv.*colwise_qkv", shown), "once, by rank 0"
+        assert f"│ {row}" in shown, first
+    assert not any("colwise_qkv" in printed for printed in others), "once, by rank 0"
 
 
 def test_two_machines_keep_tensor_groups_inside_and_replicas_across(tmp_path: Path, plain: dict[str, Any]) -> None:
@@ -125,7 +131,7 @@ def test_spawn_brings_the_weights_back_to_the_main_process(tmp_path: Path, plain
     assert_same(main, {key: plain[key] for key in ("weights", "val_loss")}, "the main process")
 
 
-def test_lightning_cli_from_the_examples_yaml(tmp_path: Path) -> None:
+def test_lightning_cli_from_the_examples_yaml(ranks: Ranks, tmp_path: Path) -> None:
     from train_gpt import GPT, ByteData
 
     text = tmp_path / "text"
@@ -134,13 +140,12 @@ def test_lightning_cli_from_the_examples_yaml(tmp_path: Path) -> None:
     data = [f"--data.data=[{text}]"]
     run = ["--trainer.accelerator=cpu", "--trainer.max_steps=4", "--trainer.val_check_interval=2"]
     layout = ["--trainer.devices=2", "--trainer.strategy.init_args.tensor_parallel_size=1"]
-    command: list[str | Path] = [EXAMPLES / "train_gpt_cli.py", "fit", "--config", EXAMPLES / "train_gpt.yaml"]
-    done = run_python(
-        [*command, *sizes, *data, *run, *layout, f"--trainer.default_root_dir={tmp_path}"], cwd=tmp_path, timeout=110
-    )
-    assert done.returncode == 0, done.output
-    assert "2 = pipeline 2 x data 1 x tensor 1" in done.output
-    assert "up to 4 per batch" in done.output  # micro_batches of the file
+    arguments = ["fit", "--config", str(EXAMPLES / "train_gpt.yaml"), *sizes, *data, *run, *layout]
+    arguments.append(f"--trainer.default_root_dir={tmp_path}")
+    script = EXAMPLES / "train_gpt_cli.py"
+    printed, _ = ranks(2, run_script, script, arguments, tmp_path, launch="lightning", timeout=110)
+    assert "2 = pipeline 2 x data 1 x tensor 1" in printed
+    assert "up to 4 per batch" in printed  # micro_batches of the file
     (checkpoint,) = tmp_path.rglob("*.ckpt")
     # Reference: a plain Trainer validates the checkpoint.
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False)

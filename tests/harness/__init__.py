@@ -10,12 +10,15 @@ A test asks for the ``ranks`` fixture and gives it a top-level function of its o
 Around the call every worker holds a default gloo group of that size. With ``launch="lightning"`` it holds none, and the
 environment reads as under torchrun, so that a Trainer built by the function joins the other ranks by itself.
 
-``run_python`` runs a whole script (a launcher, an example) with a time limit and leaves no process behind.
+``run_python`` runs a whole script (a launcher, an example) with a time limit and leaves no process behind. Where the
+launch itself is not what is tested, ``ranks(2, run_script, path, arguments, folder, launch="lightning")`` runs a script
+without the seconds that every new process imports for.
 """
 
 from __future__ import annotations
 
 from tests.harness.pool import Ranks, RanksFailed, RanksHung, WorkerPool
 from tests.harness.process import Finished, run_python
+from tests.harness.scripts import run_script
 
-__all__ = ["Finished", "Ranks", "RanksFailed", "RanksHung", "WorkerPool", "run_python"]
+__all__ = ["Finished", "Ranks", "RanksFailed", "RanksHung", "WorkerPool", "run_python", "run_script"]
