@@ -1,4 +1,4 @@
-"""One script under every launcher: torchrun on two machines, spawn, LightningCLI. The examples use the Trainer's own."""
+"""One script under every launcher: torchrun on two machines, spawn, LightningCLI. Examples use the Trainer's own."""
 
 from __future__ import annotations
 

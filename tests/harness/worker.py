@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from tests.harness.protocol import COLLECTIVE_TIMEOUT, Call, Finish, Idle, Raised, Returned, receive, send
 
@@ -123,6 +122,9 @@ def _torchrun_environment(call: Call) -> dict[str, str]:
 @contextlib.contextmanager
 def _clean_process(call: Call) -> Iterator[None]:
     """Give the call its own folder, environment and random stream, and take back whatever it changed."""
+    # Here and not above: who only needs the names of this room is spared the seconds that Lightning takes to load.
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
+
     environment = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     os.chdir(call.folder)
