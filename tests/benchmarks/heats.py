@@ -91,6 +91,8 @@ ZERO2 = Job("zero2", "lightning_jobs.our_zero2")
 FSDP2 = Job("ModelParallelStrategy, fully_shard", "lightning_jobs.fully_sharded")
 ZERO3 = Job("zero3", "lightning_jobs.our_zero3")
 NO_TALK = Job("no communication, plain loop", "bare_jobs.without_communication")
+PLAIN_ZERO2 = Job("ZeRO 2, plain loop", "sharded_loops.optimizer_and_gradients")
+PLAIN_ZERO3 = Job("ZeRO 3, plain loop", "sharded_loops.parameters_too")
 DEEPSPEED1 = Job("DeepSpeed stage 1, plain loop", "deepspeed_jobs.stage1", needs="deepspeed")
 DEEPSPEED2 = Job("DeepSpeed stage 2, plain loop", "deepspeed_jobs.stage2", needs="deepspeed")
 DEEPSPEED3 = Job("DeepSpeed stage 3, plain loop", "deepspeed_jobs.stage3", needs="deepspeed")
@@ -123,7 +125,10 @@ HEATS = {
     ),
     "zero": Heat(
         "sharded optimizer state, gradients and parameters, 2 processes",
-        (OUR_DATA, NO_TALK, REDUNDANCY, DEEPSPEED1, ZERO1, DEEPSPEED2, ZERO2, FSDP2, DEEPSPEED3, ZERO3),
+        (
+            *(OUR_DATA, NO_TALK, PLAIN_ZERO2, REDUNDANCY, DEEPSPEED1, ZERO1, DEEPSPEED2, ZERO2),
+            *(FSDP2, DEEPSPEED3, ZERO3, PLAIN_ZERO3),
+        ),
         (
             *(
                 target
@@ -134,9 +139,17 @@ HEATS = {
                     Target(job.name, deepspeed.name, "faster", {"mid": 1.35}),
                 )
             ),
-            Target(NO_TALK.name, REDUNDANCY.name, "faster", {}),
+            *(
+                Target(bound.name, other.name, "faster", {})
+                for bound in (NO_TALK, PLAIN_ZERO2)
+                for other in (REDUNDANCY, DEEPSPEED1, DEEPSPEED2)
+            ),
             *_beats(ZERO3, FSDP2, 1.3),
-            Target(NO_TALK.name, FSDP2.name, "faster", {}),
+            *(
+                Target(bound.name, other.name, "faster", {})
+                for bound in (NO_TALK, PLAIN_ZERO3)
+                for other in (FSDP2, DEEPSPEED3)
+            ),
             *_beats(ZERO3, DEEPSPEED3, 1.4),
         ),
     ),
