@@ -1,4 +1,4 @@
-"""The watch without processes: hub and watchers as threads of this one, which are told to end instead of ended."""
+"""The watch: hub and watchers as threads of this one, which are told to end instead of ended."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from lightning_parallel.scaling.plan import SizingGoal
 from lightning_parallel.scaling.runs import read_runs
 from lightning_parallel.scaling.speeds import Speed, append_speed, first_speed
 from tests.clock import Clock
-from tests.unit.callbacks.test_sizers import LENGTH, RULE, Sized, Stream, built, parameters, trainer
+from tests.glue.test_sizing_refusals import LENGTH, RULE, Sized, Stream, built, parameters, trainer
 
 STEP = 4 * LENGTH
 
