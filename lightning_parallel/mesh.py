@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_parallel.layout import Coordinate, ParallelLayout
 
-__all__ = ["Mesh", "build_mesh", "gather_groups", "launched_world", "whole_world", "world_size"]
+__all__ = ["Mesh", "build_mesh", "gather_groups", "gradient_group", "launched_world", "whole_world", "world_size"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Mesh:
         data_control: the data ranks on a host-side group.
         world_control: every rank on a host-side group.
         stage_pairs: see `add_stage_groups`.
+        gradients: see `gradient_group`.
         gathers: see `gather_groups`.
         timeout: how long a collective may wait in groups that are made later.
     """
@@ -57,6 +58,7 @@ class Mesh:
     data_control: dist.ProcessGroup | None = None
     world_control: dist.ProcessGroup | None = None
     stage_pairs: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    gradients: list[dist.ProcessGroup | None] = field(default_factory=list)
     gathers: list[dist.ProcessGroup | None] = field(default_factory=list)
     timeout: timedelta | None = None
 
@@ -159,6 +161,22 @@ def add_stage_groups(mesh: Mesh, owners: tuple[tuple[int, ...], ...], timeout: t
         mine = _subset(groups, mesh.rank, timeout)
         if mine is not None:
             mesh.stage_pairs[stages] = mine
+
+
+def gradient_group(mesh: Mesh) -> dist.ProcessGroup | None:
+    """The data ranks in one more group, for gradients that are summed while a backward pass runs.
+
+    When a bucket is full depends on what a rank has computed. What the user's own graph sends in `mesh.data` meanwhile
+    (synchronized batch norms, gathered features) comes at another place in that order on each rank, and must not meet
+    it: a group matches collectives by their order alone. Collective over the world when it is first called.
+    """
+    if not mesh.gradients:
+        group = _subset(mesh.layout.data_groups(), mesh.rank, mesh.timeout)
+        mesh.gradients.append(group)
+        if group is not None:
+            # Connects the ranks: the first bucket would wait for the others, in whatever they are by then.
+            dist.all_reduce(torch.zeros(1, device=mesh.device), group=group)
+    return mesh.gradients[0]
 
 
 def gather_groups(mesh: Mesh) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:

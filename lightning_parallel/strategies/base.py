@@ -291,6 +291,8 @@ class PartitionedStrategy(DDPStrategy):
         As everywhere in Lightning, a single one is returned without an additional dimension.
         """
         self._sight.meet()
+        if sync_grads and self._sharding is not None:
+            self._sharding.sharder.graph_communicates = True
         if group is not None and group is not self.mesh.world:
             return super().all_gather(tensor, group, sync_grads)
         return tensor if self.mesh.data is None else super().all_gather(tensor, self.mesh.data, sync_grads)

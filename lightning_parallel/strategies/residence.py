@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_parallel.checkpoint.consolidate import ModelShards, on_cpu
-from lightning_parallel.mesh import gather_groups
+from lightning_parallel.mesh import gather_groups, gradient_group
 from lightning_parallel.strategies.partition import Partition
 from lightning_parallel.strategies.unit_start import draw_shares, leave_meta
 from lightning_parallel.zero.gathering import UnitGatherer
@@ -45,7 +45,8 @@ def shard_units(
     waiting = leave_meta(partition.module, partition.mesh.device)
     numbered = {p: units[name] for name, p in partition.originals.items()}
     mesh = partition.mesh
-    sharder = UnitSharder(numbered, optimizers, mesh.data, options, gatherer, trains, mesh.device)
+    group = gradient_group(mesh) if trains else mesh.data
+    sharder = UnitSharder(numbered, optimizers, group, options, gatherer, trains, mesh.device)
     partition.units = sharder
     partition.shards = UnitWeights(partition.shards, sharder, partition.originals)
     draw_shares(partition.module, sharder, waiting, partition.mesh)

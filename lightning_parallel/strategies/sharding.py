@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_parallel.gradient_sync import GradientCompleter
-from lightning_parallel.mesh import Mesh
+from lightning_parallel.mesh import Mesh, gradient_group
 from lightning_parallel.strategies import _compat
 from lightning_parallel.strategies.config import ZeroConfig
 from lightning_parallel.strategies.partition import Partition
@@ -98,15 +98,16 @@ class ReplicaSharding:
             self.sharder = shard_units(
                 partition, optimizers, options, blocks, trains=trainer.state.fn == TrainerFn.FITTING
             )
-            return
-        self.sharder = ZeroSharder(
-            local.values(),
-            optimizers,
-            self.mesh.data,
-            options,
-            incomplete=[*completer.partial, *(p for p, _ in completer.replicated), *shared] if completes else (),
-            complete=completer.complete if completes else None,
-        )
+        else:
+            self.sharder = ZeroSharder(
+                local.values(),
+                optimizers,
+                gradient_group(self.mesh),
+                options,
+                incomplete=[*completer.partial, *(p for p, _ in completer.replicated), *shared] if completes else (),
+                complete=completer.complete if completes else None,
+            )
+        self.sharder.graph_communicates = any(isinstance(child, nn.SyncBatchNorm) for child in module.modules())
 
     def redirect_zero_grad(self, module: LightningModule) -> None:
         """Lightning's wrappers call the class's `zero_grad`, past the one that also clears shards.

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.gradient_sync import GradientCompleter
+from lightning_parallel.mesh import gradient_group
 from lightning_parallel.pipeline.batch import split_batch
 from lightning_parallel.pipeline.runtime import PipelineRuntime
 from lightning_parallel.random_streams import StepRandom
@@ -240,9 +241,9 @@ class TensorPipelineStrategy(SteppingStrategy):
         sharding = self._sharding if partition is self._trained else None
         if sharding is not None:
             runner.reducer = sharding.sharder
-        elif mesh.data is not None:
+        elif partition is self._trained and (group := gradient_group(mesh)) is not None:
             average = not module.automatic_optimization
-            runner.reducer = GradientReducer(local.values(), mesh.data, self.bucket_bytes, average)
+            runner.reducer = GradientReducer(local.values(), group, self.bucket_bytes, average)
         completer = GradientCompleter(local, partition.tags, mesh)
         if not completer.is_empty:
             if not module.automatic_optimization:

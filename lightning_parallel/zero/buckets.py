@@ -277,6 +277,11 @@ class ShardBucket:
         self.present, self.filled = self.filled, [False] * len(self.filled)
         self.state = GradientState.REDUCING
 
+    @property
+    def has_landed(self) -> bool:
+        """Whether nothing would have to wait for the sum, neither the host nor the device."""
+        return self._work is None or self._work.is_completed()
+
     def wait(self) -> None:
         """Waits for the sum; in stage 2 the memory of the full gradient is free afterwards."""
         if self._work is not None:

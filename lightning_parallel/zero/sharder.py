@@ -106,6 +106,9 @@ class ZeroSharder:
         self._reduced: list[ShardBucket] = []
         self._shown: list[nn.Parameter] = []
         self.max_in_flight = MAX_IN_FLIGHT
+        self.graph_communicates = False
+        """Backward passes wait for other ranks themselves, so that no bucket may let one wait: those that would have to
+        send it might be waiting there for this rank."""
         self._kept: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._whole = [needs_whole_parameters(optimizer) for optimizer in optimizers]
         self.storage = self._make_storage(optimizers)
@@ -209,6 +212,8 @@ class ZeroSharder:
         if not bucket.is_active:
             return
         while len(self._in_flight) >= self.max_in_flight:
+            if self.graph_communicates and not self._in_flight[0].has_landed:
+                break
             self._land(self._in_flight.popleft())
         bucket.launch(self.options.average)
         self._in_flight.append(bucket)

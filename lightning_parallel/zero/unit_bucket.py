@@ -160,7 +160,7 @@ class UnitBucket(ShardBucket):
     @property
     def is_summed(self) -> bool:
         """Whether the host would not have to wait for the sum of gradients that is on its way."""
-        return self._work is None or self._device.type == "cuda" or self._work.is_completed()
+        return self._device.type == "cuda" or self.has_landed
 
     def gather_one(self, place: int, share: Tensor) -> Tensor:
         """One parameter, or a copy of it, from every rank's share. Collective over the group."""

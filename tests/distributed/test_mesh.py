@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_parallel.layout import ParallelLayout
-from lightning_parallel.mesh import Mesh, add_stage_groups, build_mesh
+from lightning_parallel.mesh import Mesh, add_stage_groups, build_mesh, gather_groups, gradient_group
 from tests.harness import Ranks
 
 CPU = torch.device("cpu")
@@ -71,6 +71,10 @@ def check_apart(rank: int, world_size: int) -> None:
     mesh = build_mesh(ParallelLayout(pipeline=2, data=2), CPU)
     assert len({id(g) for g in (mesh.pipeline, mesh.boundary, mesh.control)}) == 3
     assert mesh.data is not mesh.data_control
+    gradients = gradient_group(mesh)
+    assert gradients is gradient_group(mesh), "it is made once"
+    assert gradients not in (mesh.data, mesh.data_control, *gather_groups(mesh))
+    assert members(gradients) == members(mesh.data)
     assert all(dist.get_backend(g) == "gloo" for g in (mesh.control, mesh.data_control))
 
 
@@ -110,6 +114,7 @@ def check_alone(rank: int, world_size: int) -> None:
     assert mesh.is_last_stage
     add_stage_groups(mesh, ((0,),))
     assert mesh.stage_pairs == {}
+    assert gradient_group(mesh) is None
 
 
 def test_one_rank_needs_no_group(ranks: Ranks) -> None:

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.nn import functional as F
 
-from tests.glue.oracle import Layout, Site, check, held, observe, reference, set_by_formula
+from tests.glue.oracle import WIDTH, Classifier, Layout, Samples, Site, check, held, observe, reference, set_by_formula
 from tests.glue.training import EVERY, GPT, VOCABULARY, Tokens, fit
 from tests.harness import Ranks
 
@@ -207,6 +207,34 @@ def by_sample(site: Site) -> Any:
 @pytest.mark.parametrize("layout", [(1, 2, 1), (1, 1, 2), (1, 2, 2)])
 def test_f19_parameters_that_some_replicas_do_not_use(ranks: Ranks, layout: Layout) -> None:
     check(ranks, by_sample, layout)
+
+
+class Gathered(Classifier):
+    """Its graph gathers features of all replicas, and sends their gradients back; some replicas do not use `side`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.Linear(WIDTH, WIDTH)
+        set_by_formula(self)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        features = self.net.stem(batch["x"])
+        everyone: Any = self.all_gather(features, sync_grads=True)
+        spread = everyone.flatten(0, -2).square().mean(0).square().sum()
+        odd = batch["id"] % 2 == 1
+        if odd.any():
+            features = torch.where(odd[:, None], torch.tanh(self.side(features)), features)
+        return F.cross_entropy(self.net.head(self.net.norm(features)), batch["y"]) + 0.1 * spread
+
+
+def gathered(site: Site) -> Any:
+    return fit(site, Gathered(), Samples(16), batch_size=8)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_collectives_of_the_users_graph_do_not_meet_those_of_buckets(ranks: Ranks, zero_stage: int) -> None:
+    """Where the former come between the latter depends on what a rank has used."""
+    check(ranks, gathered, (1, 1, 2), plan="auto", zero_stage=zero_stage, bucket_bytes=1, timeout=20)
 
 
 class Skipping(nn.Module):
