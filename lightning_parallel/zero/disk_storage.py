@@ -89,7 +89,7 @@ class DiskStorage(HostStorage):
         except OSError as error:
             problem = str(error)
         self._agree(problem)
-        self.shelf = Shelf(self.file, self.buffers, HostBuffers(self.link.pins))
+        self.shelf = Shelf(self.file, self.buffers, HostBuffers(self.link.pins), self.postponed)
         self._housed = 0
 
     @property

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_parallel import comm
+from lightning_parallel.zero.homecoming import Postponed
 from lightning_parallel.zero.link import Awaited, HostBuffers, HostLink, Transfer, stand_in
 from lightning_parallel.zero.share_home import DeviceHome, HostHome, ShareHome
 
@@ -39,6 +40,7 @@ class HostStorage:
     def __init__(self, device: torch.device) -> None:
         self.link = HostLink(device)
         self.buffers = HostBuffers(self.link.pins)
+        self.postponed = Postponed()
         self._gradients: list[Transfer] = []
         self._staged: dict[ShardBucket, tuple[Tensor, Awaited]] = {}
 
@@ -55,7 +57,7 @@ class HostStorage:
 
     def house(self, bucket: UnitBucket) -> None:
         """Lets this rank's share of a unit's parameters lie in host memory. Collective over the group."""
-        bucket.move_to(HostHome(bucket.own, self.link))
+        bucket.move_to(HostHome(bucket.own, self.link, self.postponed))
 
     def _home(self, bucket: ShardBucket) -> ShareHome:
         return bucket.home or DeviceHome(bucket.own, self.link, self.buffers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,11 +42,13 @@ class HostLink:
 
     Args:
         device: where the model is. A CPU is a device like any other: what lies on its host side are copies.
+        streams: makes and knows streams as `torch.cuda` does, which it is for GPUs; others have none.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, streams: Any = None) -> None:
         self._device = device
-        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
+        self._api = torch.cuda if device.type == "cuda" else streams
+        self._streams = [] if self._api is None else [self._api.Stream(device) for _ in range(2)]
 
     @property
     def pins(self) -> bool:
@@ -63,12 +67,34 @@ class HostLink:
         if not self._streams:
             target.copy_(source)
             return Transfer()
-        stream = self._streams[direction]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        with self._beside(direction):
             target.copy_(source, non_blocking=True)
-            (source if source.is_cuda else target).record_stream(stream)
-            return Transfer(stream.record_event())
+            (target if source.device.type == "cpu" else source).record_stream(self._streams[direction])
+            return self.mark()
+
+    @contextmanager
+    def _beside(self, direction: int) -> Iterator[None]:
+        stream = self._streams[direction]
+        stream.wait_stream(self._api.current_stream(self._device))
+        with self._api.stream(stream):
+            yield
+
+    @contextmanager
+    def ahead(self) -> Iterator[None]:
+        """Inside, what the device is given begins after what it was given before, and nothing later waits for it.
+
+        Memory that is used inside may be freed by whoever has waited for it; it does not need `record_stream`, with
+        which the allocator would keep it for as long as the host is ahead of the device.
+        """
+        if not self._streams:
+            yield
+            return
+        with self._beside(1):
+            yield
+
+    def mark(self) -> Transfer:
+        """All that the device was given at this place up to now."""
+        return Transfer(self._api.current_stream(self._device).record_event()) if self._streams else Transfer()
 
 
 class HostBuffers:

@@ -85,7 +85,7 @@ def offloaded_bytes(
 ) -> OffloadedBytes:
     """Where the bytes of `state_bytes` lie with an offload, padding and the few buckets on their way left out.
 
-    Parameters that are offloaded travel for each gather, of which a step has two, and come back after each.
+    Parameters that are offloaded travel for each gather, of which a step has two; only what changed comes back.
 
     Args:
         kind: "cpu" or "nvme".
@@ -114,6 +114,6 @@ def offloaded_bytes(
         device=(0 if parameters else states.parameters) + (states.gradients if stage == 1 else 0),
         host=gradients + away - on_disk,
         disk=on_disk,
-        down=gradients + share * (2 if parameters else 1),
+        down=gradients + (0 if parameters else share),
         up=share * (2 if parameters else 1),
     )

@@ -7,20 +7,19 @@ Shares of parameters that stay on the device are brought to the host for a step 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from lightning_parallel import comm
+from lightning_parallel.zero.homecoming import Homecoming, Postponed, same_bits
 from lightning_parallel.zero.link import Awaited, HostBuffers, HostLink, Transfer, bytes_of, stand_in
 from lightning_parallel.zero.offload import Extent
 from lightning_parallel.zero.state_file import Pending, StateFile
 
-__all__ = ["DeviceHome", "DistantHome", "FileHome", "HostHome", "ShareHome", "Shelf"]
-
-POSTPONED = 2
-"""Units whose values are on their way back from the device, at most."""
+__all__ = ["DeviceHome", "DistantHome", "FileHome", "HostHome", "Loan", "ShareHome", "Shelf"]
 
 
 class ShareHome(ABC):
@@ -69,31 +68,97 @@ class DeviceHome(ShareHome):
         self._buffers.give(values)
 
 
+@dataclass(frozen=True)
+class Loan:
+    """A gather that has begun.
+
+    Attributes:
+        share: what this rank gives; it must live, and on CPUs must not change, until the loan was waited for.
+        work: the collective, if there is one.
+        begun: what the device was given for it.
+    """
+
+    share: Tensor
+    work: comm.Work | None
+    begun: Transfer = Transfer()
+
+    def wait(self) -> None:
+        """What the device is given from now on comes after it; on CPUs the host waits."""
+        self.begun.order()
+        if self.work is not None:
+            self.work.wait()
+
+
 class DistantHome(ShareHome):
     """Away from the device, which borrows the share for each gather.
+
+    The copy to the device and the gather run beside what the device computes: only what uses the gathered values
+    waits, see `Loan.wait`. Nothing comes back that nobody has written into.
 
     Args:
         share: on the device; it can be freed there afterwards.
         link: to the device.
         values: stand for the share: itself, or something of its size without memory.
+        postponed: see `take_back`.
     """
 
-    def __init__(self, share: Tensor, link: HostLink, values: Tensor) -> None:
+    def __init__(self, share: Tensor, link: HostLink, values: Tensor, postponed: Postponed) -> None:
         self._device = share.device
         self._link = link
-        self._sent = Transfer()
+        self._sent = self._taken = Transfer()
         self.values = values
+        self._postponed = postponed
+        self._compares_at_once = share.device.type == "cpu"
+        self._homecoming: Homecoming | None = None
 
     def read_ahead(self) -> None:
         """A gather is expected soon."""
 
     @abstractmethod
-    def lend(self) -> Tensor:
-        """The share on the device, for a gather. On CPUs it must not change until `forget`."""
+    def _readied(self) -> Tensor:
+        """The share on the host. On CPUs it must not change until `forget`."""
 
     @abstractmethod
-    def take_back(self, values: Tensor) -> None:
-        """Takes over the share as it is on the device, where somebody may have written into it."""
+    def _accept(self, values: Tensor) -> None:
+        """Takes over the share, into which somebody may have written."""
+
+    def lend(self, gather: Callable[[Tensor], comm.Work | None]) -> Loan:
+        """Begins a gather of the share, which is copied to the device for it."""
+        self.resolve()
+        source = self._readied()
+        if source.device.type == self._device.type:
+            return Loan(source, gather(source))
+        share = torch.empty(source.shape, dtype=source.dtype, device=self._device)
+        with self._link.ahead():
+            self._taken.order()
+            share.copy_(source, non_blocking=True)
+            self._sent = self._link.mark()
+            return Loan(share, gather(share), self._link.mark())
+
+    def take_back(self, values: Tensor, lent: Tensor) -> None:
+        """Takes over the share as it is on the device, if somebody has written into it.
+
+        On a device the host would have to wait for the answer, so that it looks later: when the share is used again, or
+        when others have come back after it.
+
+        Args:
+            values: as they are now.
+            lent: as they were.
+        """
+        if self._compares_at_once:
+            self._accept(values)
+            return
+        self.resolve()
+        self._homecoming = Homecoming(self._link, values, lent)
+        self._postponed.add(self)
+
+    def resolve(self) -> None:
+        """Finishes what `take_back` has postponed."""
+        if self._homecoming is not None:
+            homecoming, self._homecoming = self._homecoming, None
+            changed = homecoming.changed()
+            if changed is not None:
+                self._accept(changed)
 
     def forget(self) -> None:
         """What was lent is not used any more."""
@@ -106,14 +171,6 @@ class DistantHome(ShareHome):
     def write(self, start: int, values: Tensor) -> None:
         """Replaces some elements."""
 
-    def _send(self, values: Tensor) -> Tensor:
-        if values.device.type == self._device.type:
-            return values
-        sent = torch.empty(values.shape, dtype=values.dtype, device=self._device)
-        self._sent = self._link.up(values, sent)
-        self._sent.order()
-        return sent
-
 
 class HostHome(DistantHome):
     """In host memory: pinned for GPUs; on CPUs it stays where it is, and nothing is copied.
@@ -121,25 +178,25 @@ class HostHome(DistantHome):
     Args:
         share: on the device.
         link: to the device.
+        postponed: of all homes of one rank.
     """
 
-    def __init__(self, share: Tensor, link: HostLink) -> None:
+    def __init__(self, share: Tensor, link: HostLink, postponed: Postponed) -> None:
         values = share
         if share.device.type != "cpu":
-            values = torch.empty(share.shape, dtype=share.dtype, pin_memory=link.pins).copy_(share)
-        super().__init__(share, link, values)
-        self._taken = Transfer()
+            values = torch.empty(share.shape, dtype=share.dtype, pin_memory=link.pins)
+            link.down(share, values).wait()
+        super().__init__(share, link, values, postponed)
 
-    def lend(self) -> Tensor:
-        """A copy, except on CPUs."""
-        self._taken.wait()
-        return self._send(self.values)
+    def _readied(self) -> Tensor:
+        return self.values
 
-    def take_back(self, values: Tensor) -> None:
-        """Begins a copy."""
+    def _accept(self, values: Tensor) -> None:
+        """On CPUs copying costs less than comparing."""
         self._taken = self._link.down(values, self.values)
 
     def _quiet(self) -> Tensor:
+        self.resolve()
         self._sent.wait()
         self._taken.wait()
         return self.values
@@ -174,19 +231,13 @@ class Shelf:
         file: of this rank.
         buffers: memory for steps.
         loans: memory for what is lent, and read ahead of that.
-        postponed: shares that are on their way back from the device.
+        postponed: homes whose shares may have changed on the device.
     """
 
     file: StateFile
     buffers: HostBuffers
     loans: HostBuffers
-    postponed: deque[FileHome] = field(default_factory=deque)
-
-    def postpone(self, home: FileHome) -> None:
-        """Lets a share come back while the host goes on, and waits for those that came long before it."""
-        self.postponed.append(home)
-        while len(self.postponed) > POSTPONED:
-            self.postponed.popleft().resolve()
+    postponed: Postponed = field(default_factory=Postponed)
 
 
 class FileHome(DistantHome):
@@ -200,13 +251,11 @@ class FileHome(DistantHome):
     """
 
     def __init__(self, share: Tensor, link: HostLink, shelf: Shelf, extent: Extent) -> None:
-        super().__init__(share, link, stand_in(share.shape, share.dtype))
+        super().__init__(share, link, stand_in(share.shape, share.dtype), shelf.postponed)
         self._shelf = shelf
         self._extent = extent
-        self._compares_at_once = share.device.type == "cpu"
         self._lent: Tensor | None = None
         self._reading = Pending([])
-        self._returned: tuple[Tensor, Transfer] | None = None
         self._leaves = False
         self.write(0, share)
 
@@ -222,44 +271,32 @@ class FileHome(DistantHome):
             self._lent = self._shelf.loans.take(self.values.numel(), self.values.dtype)
             self._reading = self._shelf.file.read(self._extent, bytes_of(self._lent))
 
-    def lend(self) -> Tensor:
+    def _readied(self) -> Tensor:
         """What was read ahead; otherwise it is read now."""
         self.read_ahead()
         self._reading.wait()
         assert self._lent is not None, "it was read"
-        return self._send(self._lent)
-
-    def take_back(self, values: Tensor) -> None:
-        """Writes what has changed; on GPUs later, because the host would have to wait for the device."""
-        if self._compares_at_once:
-            self._compare(values)
-            return
-        self.resolve()
-        returned = self._shelf.loans.take(values.numel(), values.dtype)
-        self._returned = returned, self._link.down(values, returned)
-        self._shelf.postpone(self)
+        return self._lent
 
     def resolve(self) -> None:
         """Finishes what `take_back` and `forget` have postponed."""
-        if self._returned is not None:
-            (returned, transfer), self._returned = self._returned, None
-            transfer.wait()
-            self._compare(returned)
-            self._shelf.loans.give(returned)
+        super().resolve()
         if self._leaves:
             self._release()
 
-    def _compare(self, values: Tensor) -> None:
+    def _accept(self, values: Tensor) -> None:
+        """Writes what has changed."""
         assert self._lent is not None, "values come back while what was lent is kept"
-        if not _same_bits(values, self._lent):
-            self._sent.wait()
-            self._lent.copy_(values)
-            self._shelf.file.write(self._extent, bytes_of(self._lent)).wait()
+        if values.device.type == "cpu" and same_bits(values, self._lent):
+            return
+        self._sent.wait()
+        self._link.down(values, self._lent).wait()
+        self._shelf.file.write(self._extent, bytes_of(self._lent)).wait()
 
     def forget(self) -> None:
         """Gives the memory back."""
         self._leaves = self._lent is not None
-        if self._returned is None:
+        if self._homecoming is None:
             self.resolve()
 
     def _release(self) -> None:
@@ -301,9 +338,3 @@ class FileHome(DistantHome):
             self._reading.wait()
             self._sent.wait()
             self._lent[start : start + values.numel()].copy_(values)
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Equal bit by bit, so that what is not a number equals itself."""
-    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(one.dtype.itemsize, torch.uint8)
-    return torch.equal(one.view(kind), other.view(kind))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import ProcessGroup
 from lightning_parallel.zero.buckets import ShardBucket
 from lightning_parallel.zero.shards import BucketLayout
+from lightning_parallel.zero.share_home import Loan
 
 if TYPE_CHECKING:
     from lightning_parallel.zero.host_storage import HostStorage
@@ -65,9 +66,9 @@ class UnitBucket(ShardBucket):
         fill = float("nan") if self.own.is_floating_point() else 0
         self._nothing = torch.full((), fill, dtype=self.own.dtype, device=self.own.device)
         self.presence = Presence.AWAY
-        self._arriving: Any = None
+        self._arriving: Loan | None = None
         self._landing: Tensor | None = None  # must live until values have arrived
-        self._lent: Tensor | None = None  # this rank's share, on the device, too
+        self._lent = self._nothing  # this rank's share as it was when values came, if it has a home elsewhere
         self._hide()
 
     def _keep(self, own: Tensor) -> None:
@@ -87,11 +88,17 @@ class UnitBucket(ShardBucket):
         self._wait()
         with torch.inference_mode(False):
             self._landing = torch.empty(self.layout.size, dtype=self.own.dtype, device=self._device)
-            self._lent = self.own if self.home is None else self.home.lend()
+            self._arriving = self._begin_gathering(self._landing)
         if self.presence is Presence.AWAY:
             self.values = self._landing
+            self._lent = self._arriving.share
             self.presence = Presence.COMING
-        self._arriving = self._gather(self._landing, self._lent, async_op=True)
+
+    def _begin_gathering(self, full: Tensor) -> Loan:
+        def gather(share: Tensor) -> comm.Work | None:
+            return self._gather(full, share, async_op=True)
+
+        return Loan(self.own, gather(self.own)) if self.home is None else self.home.lend(gather)
 
     def complete(self) -> None:
         """Waits for values that are on their way; parameters are whole."""
@@ -106,7 +113,7 @@ class UnitBucket(ShardBucket):
     def _wait(self) -> None:
         if self._arriving is not None:
             self._arriving.wait()
-        self._arriving = self._landing = self._lent = None
+        self._arriving = self._landing = None
 
     def read_ahead(self) -> None:
         """A gather is expected soon."""
@@ -131,6 +138,7 @@ class UnitBucket(ShardBucket):
             for p in self.parameters:
                 p.data = self._nothing.expand(p.shape)
             self.values = self._nothing.new_empty(0)
+        self._lent = self._nothing
         self.presence = Presence.AWAY
 
     @torch.no_grad()
@@ -142,7 +150,7 @@ class UnitBucket(ShardBucket):
         if self.home is None:
             self.own.copy_(part)
         else:
-            self.home.take_back(part)
+            self.home.take_back(part, self._lent)
 
     # -------------------------------------------------------------- what a bucket of whole parameters does differently
     def share_values(self) -> comm.Work | None:
@@ -152,7 +160,7 @@ class UnitBucket(ShardBucket):
     def full_values(self) -> list[Tensor]:
         """All values of every parameter, in memory of their own. Collective over the group."""
         full = torch.empty(self.layout.size, dtype=self.own.dtype, device=self._device)
-        self._gather(full, self.own if self.home is None else self.home.lend())
+        self._begin_gathering(full).wait()
         if self.home is not None and self.presence is Presence.AWAY:
             self.home.forget()
         return self._views(full)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_parallel import comm
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.gradient_sync import GradientCompleter
 from lightning_parallel.layout import ParallelLayout
@@ -29,8 +31,14 @@ from lightning_parallel.strategies.weights import ReplicaCombiner, global_loss, 
 from lightning_parallel.tensor_parallel import linear
 from lightning_parallel.tensor_parallel.loss import vocab_parallel_cross_entropy
 from lightning_parallel.tensor_parallel.sharding import split_kv_heads
+from lightning_parallel.zero import host_storage
+from lightning_parallel.zero.homecoming import POSTPONED
+from lightning_parallel.zero.link import HostLink
 from lightning_parallel.zero.sharder import ShardOptions, ZeroSharder
+from lightning_parallel.zero.shards import Item, plan_buckets
+from lightning_parallel.zero.unit_bucket import UnitBucket
 from tests.harness.accelerator import DEVICE, HostWait, UnfinishedCopy, accelerator, lone_rank
+from tests.harness.streams import Streams
 
 # A warning of torch's about tensors without data, whose addresses tell only which is which.
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
@@ -167,6 +175,44 @@ def test_the_scale_for_gradients_on_the_host_is_waited_for() -> None:
         scaler._lazy_init_scale_growth_tracker(DEVICE)
         with pytest.raises(HostWait):
             _overflow_flags(scaler, optimizer)
+
+
+def units_from_the_host(count: int, streams: Streams, monkeypatch: pytest.MonkeyPatch) -> list[UnitBucket]:
+    """Of one parameter each, whose shares lie in host memory."""
+    monkeypatch.setattr(host_storage, "HostLink", partial(HostLink, streams=streams))
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)  # wants streams of hardware
+    monkeypatch.setattr(comm, "all_gather_into", lambda *args: streams.collective("gather"))
+    (layout,), storage = plan_buckets([Item(16)], 2, 100), host_storage.HostStorage(DEVICE)
+    units = [UnitBucket(layout, [nn.Parameter(randn(16))], group(), group(), storage=storage) for _ in range(count)]
+    for unit in units:
+        storage.house(unit)
+    streams.host_waits = 0
+    return units
+
+
+def test_parameters_come_from_the_host_while_others_are_computed_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what uses them waits; memory is used again after what was computed with it; the host never waits."""
+    with lone_rank(2), accelerator(), Streams() as streams:
+        units = units_from_the_host(3, streams, monkeypatch)
+        computed = []
+        units[0].gather()
+        for number, unit in enumerate(units):
+            unit.complete()
+            if number + 1 < len(units):
+                units[number + 1].gather()
+            computed.append(streams.give("compute"))
+            if number < POSTPONED:
+                unit.drop()
+        ups, gathers = streams.all_of("up"), streams.all_of("gather")
+        assert (len(ups), len(gathers), streams.host_waits) == (3, 3, 0)
+        assert len(streams.all_of("down")) == len(units) + POSTPONED, "the shares at the start, and what tells changes"
+        for number, compute in enumerate(computed):
+            assert streams.comes_after(gathers[number], ups[number])
+            assert streams.comes_after(compute, gathers[number])
+            for later in (*ups[number + 1 :], *gathers[number + 1 :]):
+                assert not streams.comes_after(compute, later), "the next unit does not hold up this one"
+            for later in (*ups[number + 2 :], *gathers[number + 2 :]):
+                assert streams.comes_after(later, compute), "its memory may be that of the one before"
 
 
 # ------------------------------------------------------------------------------------------------ layers

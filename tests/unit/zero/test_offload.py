@@ -98,6 +98,7 @@ def test_offloaded_parameters_leave_nothing_on_the_device(kind: str, ranks: int,
     assert found.device == 0
     assert found.host + found.disk == pytest.approx(states.total)
     assert found.disk == pytest.approx(states.optimizer + states.parameters if kind == "nvme" else 0)
+    assert (found.down, found.up) == pytest.approx((gradient / ranks, 2 * parameter / ranks))
     with pytest.raises(
         ValueError, match="stage 2 of ZeRO has whole parameters on every device; offload those of stage 3"
     ):

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_parallel.zero.link import HostBuffers, HostLink
+from lightning_parallel.zero.homecoming import POSTPONED, Postponed
+from lightning_parallel.zero.link import HostBuffers, HostLink, Transfer
 from lightning_parallel.zero.offload import Extent, FileLayout
-from lightning_parallel.zero.share_home import POSTPONED, FileHome, HostHome, Shelf
+from lightning_parallel.zero.share_home import DistantHome, FileHome, HostHome, Shelf
 from lightning_parallel.zero.state_file import Pending, StateFile
 
 SIZE = 40
@@ -45,6 +46,11 @@ def homes(shelf: Shelf, count: int) -> list[FileHome]:
     return found
 
 
+def lent_by(home: DistantHome) -> torch.Tensor:
+    """What a gather gets."""
+    return home.lend(lambda share: None).share
+
+
 def written(shelf: Shelf) -> list[int]:
     """Bytes of every write so far."""
     assert isinstance(shelf.file, Counted)
@@ -63,24 +69,25 @@ def test_what_comes_back_is_written_if_it_has_changed(at_once: bool, tmp_path: P
     for home in found:
         home._compares_at_once = at_once
     first = found[0]
-    lent = first.lend().clone()
-    first.take_back(lent)
+    lent = lent_by(first).clone()
+    first.take_back(lent, lent.clone())
     first.forget()
     same(first.read(0, SIZE), lent)
     assert written(shelf) == [], "nothing was written into it, and what is not a number equals itself"
     values = []
     for number, home in enumerate(found):
-        values.append(home.lend().clone())
+        lent = lent_by(home).clone()
+        values.append(lent.clone())
         values[-1][5] = 100.0 + number
-        home.take_back(values[-1])
+        home.take_back(values[-1], lent)
         home.forget()
     assert written(shelf) == [BYTES] * (len(found) - (0 if at_once else POSTPONED))
     for home, value in zip(found, values, strict=True):
         same(home.read(0, SIZE), value)
-        same(home.lend(), value)
+        same(lent_by(home), value)
         home.forget()
     assert written(shelf) == [BYTES] * len(found)
-    assert shelf.loans.nbytes <= 2 * (POSTPONED + 1) * BYTES, "what is forgotten is used again"
+    assert shelf.loans.nbytes <= (POSTPONED + 1) * BYTES, "what is forgotten is used again"
     shelf.file.remove()
 
 
@@ -91,7 +98,7 @@ def test_a_share_is_read_ahead_once_and_parts_are_written_into_what_is_lent(tmp_
     home.read_ahead()
     assert shelf.loans.nbytes == BYTES
     home.write(7, torch.tensor([[70.0, 80.0]]))
-    lent = home.lend()
+    lent = lent_by(home)
     assert lent[7:9].tolist() == [70.0, 80.0]
     assert home.read(6, 9).tolist() == [0.0, 70.0, 80.0]
     values, pending = home.bring()
@@ -101,17 +108,51 @@ def test_a_share_is_read_ahead_once_and_parts_are_written_into_what_is_lent(tmp_
     home.put(values).wait()
     home.settle(values)
     home.forget()
-    assert home.lend()[0] == 9.0, "what a step has written is read anew"
+    assert lent_by(home)[0] == 9.0, "what a step has written is read anew"
     assert (shelf.loans.nbytes, shelf.buffers.nbytes) == (BYTES, BYTES)
     shelf.file.remove()
 
 
 def test_on_cpus_a_share_in_host_memory_stays_where_it_is() -> None:
     share = torch.arange(SIZE, dtype=torch.float32)
-    home = HostHome(share, HostLink(torch.device("cpu")))
-    places = {home.lend().data_ptr(), home.bring()[0].data_ptr(), home.read(0, 4).data_ptr(), share.data_ptr()}
+    home = HostHome(share, HostLink(torch.device("cpu")), Postponed())
+    places = {lent_by(home).data_ptr(), home.bring()[0].data_ptr(), home.read(0, 4).data_ptr(), share.data_ptr()}
     assert len(places) == 1
     home.write(2, torch.zeros(3))
     assert share[:6].tolist() == [0, 1, 0, 0, 0, 5]
-    home.take_back(torch.ones(SIZE))
+    home.take_back(torch.ones(SIZE), share)
     assert share.sum() == SIZE
+
+
+class Copied(HostLink):
+    """Counts elements that come back."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.elements = 0
+
+    def down(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
+        self.elements += source.numel()
+        return super().down(source, target)
+
+
+def test_of_a_share_in_host_memory_one_bit_comes_back_unless_somebody_wrote_into_it() -> None:
+    """As from a GPU. Writes through `data`, which no version counts, and what is not a number count by their bits."""
+    link, postponed = Copied(), Postponed()
+    shares = [torch.full((SIZE,), float(number)) for number in range(POSTPONED + 2)]
+    shares[0][3] = float("nan")
+    found = [HostHome(share.clone(), link, postponed) for share in shares]
+    for home in found:
+        home._compares_at_once = False
+    for home, share in zip(found, shares, strict=True):
+        home.take_back(share.clone(), share)
+    assert [int(home._homecoming is not None) for home in found] == [0, 0, *[1] * POSTPONED]
+    for home, share in zip(found, shares, strict=True):
+        same(home.read(0, SIZE), share)
+    assert link.elements == len(found)
+    now = shares[1].clone()
+    now.data[5] = -0.0
+    found[1].take_back(now, shares[1])
+    now[5] = 7.0  # whose memory is somebody else's by the time at which the host looks
+    assert lent_by(found[1])[5] == 0.0
+    assert link.elements == len(found) + 1 + SIZE
