@@ -11,7 +11,7 @@ from lightning_parallel.parameters import ParameterTag
 from lightning_parallel.strategies.optimizer_trial import Scope, scope_of_step
 from lightning_parallel.zero.placement import NEEDS_WHOLE_MODEL
 
-__all__ = ["refuse_optimizers"]
+__all__ = ["refuse_foreign_parameters", "refuse_optimizers"]
 
 # By name, because most live in packages that need not be installed. They need whole tensors: factored or preconditioned
 # moments, norms per layer.
@@ -53,6 +53,27 @@ def refuse_optimizers(
             raise ValueError(
                 f"{kind} needs whole tensors, but {split} of shape {tags[split].shape} is split over the tensor ranks; "
                 "use tensor_parallel_size=1, or an optimizer that works on each element such as AdamW"
+            )
+
+
+def refuse_foreign_parameters(
+    optimizers: Iterable[torch.optim.Optimizer], names: Mapping[int, str], replicas: int
+) -> None:
+    """Raises ValueError if optimizers train what is not in the module, which every replica would train apart.
+
+    Args:
+        optimizers: built on the whole model.
+        names: id of every parameter of the module -> its name.
+        replicas: how many there are.
+    """
+    for optimizer in optimizers if replicas > 1 else ():
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        foreign = [p for p in trained if id(p) not in names]
+        if foreign:
+            raise ValueError(
+                f"{type(optimizer).__name__} trains {len(foreign)} parameters that are not the module's, the first of "
+                f"shape {tuple(foreign[0].shape)}: each of {replicas} replicas would train its own; assign them to "
+                "attributes of the LightningModule as nn.Parameter"
             )
 
 

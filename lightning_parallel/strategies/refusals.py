@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
@@ -19,7 +20,14 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_parallel.layout import ParallelLayout
 from lightning_parallel.versions import installed_versions, untested_note
 
-__all__ = ["note_surroundings", "refuse_data", "refuse_module", "refuse_objects", "refuse_options"]
+__all__ = [
+    "note_surroundings",
+    "refuse_data",
+    "refuse_module",
+    "refuse_objects",
+    "refuse_options",
+    "refuse_shared_memory",
+]
 
 SECOND_PACKAGE = "pytorch_lightning"
 _WRAPPER_OPTIONS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
@@ -129,3 +137,25 @@ def refuse_data(loader: DataLoader[Any], replicas: int) -> None:
             f"the training data has {samples} samples, too few for {replicas} data replicas; use at most {samples} "
             "replicas (fewer devices, or more tensor or pipeline ranks) or more samples"
         )
+
+
+def refuse_shared_memory(module: nn.Module) -> None:
+    """Raises ValueError if different parameters share elements, which would be apart once each rank has its part.
+
+    Views of one memory that do not overlap (the weights of a recurrent layer) are fine.
+    """
+    by_memory: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    for name, p in module.named_parameters():
+        if not p.is_meta and p.numel() > 0:
+            by_memory.setdefault(p.untyped_storage().data_ptr(), []).append((name, p))
+    for held in (held for held in by_memory.values() if len(held) > 1):
+        owners = torch.full((held[0][1].untyped_storage().nbytes(),), -1, dtype=torch.int32)
+        for place, (name, p) in enumerate(held):
+            size, first = p.element_size(), p.storage_offset() * p.element_size()
+            marks = owners.as_strided((*p.shape, size), (*(s * size for s in p.stride()), 1), first)
+            if (other := int(marks.max())) >= 0:
+                raise ValueError(
+                    f"parameters {held[other][0]} and {name} share memory, but each gets its own when ranks divide the "
+                    "model; give both names the same nn.Parameter, or clone() one of them"
+                )
+            marks.fill_(place)

@@ -16,6 +16,7 @@ from lightning_parallel.zero.gathering import UnitGatherer
 from lightning_parallel.zero.sharder import ShardOptions
 from lightning_parallel.zero.unit_scopes import plan_model
 from lightning_parallel.zero.unit_sharder import UnitSharder
+from lightning_parallel.zero.unit_watch import UnitWatch
 
 __all__ = ["UnitWeights", "shard_units"]
 
@@ -49,6 +50,8 @@ def shard_units(
     sharder = UnitSharder(numbered, optimizers, group, options, gatherer, trains, mesh.device)
     partition.units = sharder
     partition.shards = UnitWeights(partition.shards, sharder, partition.originals)
+    scopes_of = {name: plan.scopes[unit] if unit < plan.root else "the step" for name, unit in units.items()}
+    sharder.watch = UnitWatch(partition.module, sharder.is_absent, scopes_of)
     draw_shares(partition.module, sharder, waiting, partition.mesh)
     return sharder
 

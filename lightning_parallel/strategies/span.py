@@ -54,7 +54,8 @@ class ModelSpan:
         """2-norm of the gradients of a replica, as a 0-dim tensor. Collective over the replica."""
         counted = [g for p in parameters if p.grad is not None for g in self._counted_parts(p)]
         if counted:
-            wide = any(g.dtype == torch.float64 for g in counted)
+            wide = any(g.dtype in (torch.float64, torch.complex128) for g in counted)
+            counted = [torch.view_as_real(g) if g.is_complex() else g for g in counted]
             norms = torch._foreach_norm(counted, 2, torch.float64 if wide else torch.float32)
             total = torch.stack([norm.to(norms[0].device) for norm in norms]).square().sum()
         else:

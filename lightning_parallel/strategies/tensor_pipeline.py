@@ -29,10 +29,10 @@ from lightning_parallel.strategies.config import (
     check_count,
     check_flag,
 )
-from lightning_parallel.strategies.optimizers import refuse_optimizers
+from lightning_parallel.strategies.optimizers import refuse_foreign_parameters, refuse_optimizers
 from lightning_parallel.strategies.partition import Partition, make_partition, synchronize_start
 from lightning_parallel.strategies.precision import derive_precision
-from lightning_parallel.strategies.refusals import refuse_module
+from lightning_parallel.strategies.refusals import refuse_module, refuse_shared_memory
 from lightning_parallel.strategies.report import report_layout
 from lightning_parallel.strategies.sharding import ReplicaSharding
 from lightning_parallel.strategies.span import ModelSpan
@@ -129,6 +129,9 @@ class TensorPipelineStrategy(SteppingStrategy):
         self.zero_config.refuse_layout(self.layout.tensor, self.layout.pipeline)
         micro_batches = self.pipeline_config.micro_batches_for(self.layout.pipeline)
         refuse_module(module, self.layout, micro_batches, self.pipeline_config.evaluation_micro_batches)
+        zero = self.zero_config.shards_anything(self.layout.data)
+        if self.layout.tensor > 1 or self.layout.pipeline > 1 or zero:
+            refuse_shared_memory(module)
         self.precision_plugin.convert_module(module)
         self._apply_sync_batchnorm(module)
         synchronize_start(module, self.mesh, leaves_meta=self.zero_config.shards_parameters(self.layout.data))
@@ -186,6 +189,7 @@ class TensorPipelineStrategy(SteppingStrategy):
         if step_name == "training_step":
             self._trained = partition
             ranks = self.layout.tensor * self.layout.pipeline
+            refuse_foreign_parameters(self.optimizers, partition.names, self.layout.data)
             refuse_optimizers(self.optimizers, partition.tags, partition.names, ranks)
             for optimizer in self.optimizers:
                 partition.adopt_optimizer(optimizer)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.strategies.partition import drawing_of, give_memory, own_tensors
+from lightning_parallel.zero.link import not_a_value
 from lightning_parallel.zero.unit_sharder import UnitSharder
 
 __all__ = ["draw_shares", "leave_meta"]
@@ -21,7 +22,7 @@ def leave_meta(module: nn.Module, device: torch.device) -> set[int]:
     """
     waiting = [p for p in module.parameters() if p.is_meta]
     for p in waiting:
-        nothing = torch.full((), float("nan") if p.is_floating_point() else 0, dtype=p.dtype, device=device)
+        nothing = torch.full((), not_a_value(p.dtype), dtype=p.dtype, device=device)
         real = nn.Parameter(nothing.expand(p.shape), requires_grad=p.requires_grad)
         real.__dict__.update(p.__dict__)
         torch.utils.swap_tensors(p, real)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import ProcessGroup
+from lightning_parallel.zero.gradient_state import GradientState, wide_dtype
 from lightning_parallel.zero.link import stand_in
 from lightning_parallel.zero.shards import BucketLayout
 
@@ -18,25 +18,7 @@ if TYPE_CHECKING:
     from lightning_parallel.zero.host_storage import HostStorage
     from lightning_parallel.zero.share_home import DistantHome
 
-__all__ = ["GradientState", "ShardBucket", "wide_dtype"]
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which gradients are summed and the optimizer works: half precision is widened to float32."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
-class GradientState(Enum):
-    """What a bucket holds between and during backward passes, besides the gradients that optimizers see.
-
-    EMPTY -> LOCAL (a gradient arrived) -> REDUCING (`launch`) -> REDUCED (`wait`) -> EMPTY (`deliver`). `clear` leads
-    back to EMPTY from anywhere but REDUCING.
-    """
-
-    EMPTY = "nothing; in stage 2 also no memory for the full gradient"
-    LOCAL = "the sum of this rank's own gradients, in full"
-    REDUCING = "the same, while it is being summed over ranks"
-    REDUCED = "this rank's share of the sum over ranks"
+__all__ = ["ShardBucket"]
 
 
 class ShardBucket:
@@ -80,7 +62,8 @@ class ShardBucket:
         self.gradient_dtype = self.wide if sums_wide else first.dtype
         self.values = torch.zeros(layout.size, dtype=first.dtype, device=first.device)
         self._start, self._stop = layout.bounds[comm.group_rank(group)]
-        for view, p in zip(self._views(self.values), self.parameters, strict=True):
+        self._places = self._views(self.values)
+        for view, p in zip(self._places, self.parameters, strict=True):
             view.copy_(p.detach())
             p.data = view
         self.own = self.values[self._start : self._stop]
@@ -345,6 +328,27 @@ class ShardBucket:
             self._free()
 
     # -------------------------------------------------------------- values
+    @torch.no_grad()
+    def readmit(self) -> None:
+        """Takes over the values of parameters whose `data` somebody has replaced; they lie in the bucket again.
+
+        Raises:
+            RuntimeError: by something of another shape or dtype.
+        """
+        if not self._places:  # values are elsewhere
+            return
+        for view, p in zip(self._places, self.parameters, strict=True):
+            if p.data_ptr() == view.data_ptr():
+                continue
+            if (p.shape, p.dtype) != (view.shape, view.dtype):
+                raise RuntimeError(
+                    f"the data of a parameter of shape {tuple(view.shape)} and {view.dtype} was replaced by data of "
+                    f"shape {tuple(p.shape)} and {p.dtype}, for which its shards have no place; change models before "
+                    "trainer.fit"
+                )
+            view.copy_(p.data)
+            p.data = view
+
     def accept_changes(self, values: Tensor) -> None:
         """Takes over what somebody wrote into half-precision parameters since the last step.
 
@@ -394,6 +398,7 @@ class ShardBucket:
         self.clear()
         self._free()
         kept = self.master if self.has_master else None
+        self._places = []
         self.values = self.own = self.values.new_empty(0)
         self.master = self.own if kept is None else kept
         self.shards = [None] * len(self.shards)

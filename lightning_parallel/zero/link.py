@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Awaited", "HostBuffers", "HostLink", "Transfer", "bytes_of", "stand_in"]
+__all__ = ["Awaited", "HostBuffers", "HostLink", "Transfer", "bytes_of", "not_a_value", "stand_in"]
 
 
 class Awaited(Protocol):
@@ -135,7 +135,12 @@ class HostBuffers:
 
 def stand_in(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor on the host without memory of its own, full of what is not a number, for values that are elsewhere."""
-    return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype).expand(shape)
+    return torch.full((), not_a_value(dtype), dtype=dtype).expand(shape)
+
+
+def not_a_value(dtype: torch.dtype) -> float:
+    """What values that are elsewhere read as; whole numbers have nothing for it but 0."""
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else 0
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -115,4 +115,5 @@ class OffloadedStep:
 
 def _could_be_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
     is_known = isinstance(optimizer, _FUSED_ON_CPU) and not needs_whole_parameters(optimizer)
-    return is_known and group.get("fused", False) is None and group.get("foreach") is None
+    is_open = group.get("fused", False) is None and group.get("foreach") is None
+    return is_known and is_open and all(p.is_floating_point() for p in group["params"])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 
 import torch
 from torch import optim
 
-__all__ = ["NEEDS_WHOLE_MODEL", "needs_whole_parameters", "plain_step", "refuse_on_host"]
+__all__ = ["NEEDS_WHOLE_MODEL", "needs_whole_parameters", "plain_step", "refuse_on_host", "refuse_shared_on_disk"]
 
 _ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
     optim.ASGD,
@@ -83,3 +84,18 @@ def refuse_on_host(optimizer: torch.optim.Optimizer, kind: str) -> None:
             f"{name} has a step of its own, which may look at all parameters, count its calls or keep more than "
             "offload='nvme' can bring in bucket by bucket; use offload='cpu', or an optimizer such as AdamW"
         )
+
+
+def refuse_shared_on_disk(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raises ValueError if several optimizers step on the same parameter, whose states a file keeps of one."""
+    seen: dict[int, str] = {}
+    for optimizer in optimizers:
+        own = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        shared = next((p for key, p in own.items() if key in seen), None)
+        if shared is not None:
+            raise ValueError(
+                f"a parameter of shape {tuple(shared.shape)} is stepped by {seen[id(shared)]} and by "
+                f"{type(optimizer).__name__}, but with offload='nvme' a file keeps the state of one optimizer for it; "
+                "use offload='cpu', or give every optimizer parameters of its own"
+            )
+        seen |= dict.fromkeys(own, type(optimizer).__name__)

@@ -19,12 +19,13 @@ from torch import nn
 from lightning_parallel import comm
 from lightning_parallel.bucket_order import BucketOrder
 from lightning_parallel.comm import ProcessGroup
-from lightning_parallel.zero.buckets import GradientState, ShardBucket, wide_dtype
+from lightning_parallel.zero.buckets import ShardBucket
 from lightning_parallel.zero.disk_storage import DiskStorage
+from lightning_parallel.zero.gradient_state import GradientState, wide_dtype
 from lightning_parallel.zero.host_storage import HostStorage
 from lightning_parallel.zero.offload import Offload
 from lightning_parallel.zero.optimizer import ShardedOptimizer
-from lightning_parallel.zero.placement import needs_whole_parameters, refuse_on_host
+from lightning_parallel.zero.placement import needs_whole_parameters, refuse_on_host, refuse_shared_on_disk
 from lightning_parallel.zero.shards import BucketLayout, Item, plan_buckets
 
 __all__ = ["ShardOptions", "ZeroSharder"]
@@ -126,6 +127,8 @@ class ZeroSharder:
             return None
         for optimizer in optimizers:
             refuse_on_host(optimizer, offload.kind)
+        if offload.path is not None:
+            refuse_shared_on_disk(optimizers)
         device = self._device
         return HostStorage(device) if offload.path is None else DiskStorage(device, self.group, offload.path)
 
@@ -298,6 +301,7 @@ class ZeroSharder:
     def before_step(self, buckets: Sequence[ShardBucket]) -> None:
         """Makes the shards of some buckets ready for an optimizer."""
         for bucket in buckets:
+            bucket.readmit()
             if self.storage is None:
                 bucket.accept_changes(bucket.own)
             if self.options.shows_gradients or bucket.is_replicated:

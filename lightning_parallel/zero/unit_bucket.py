@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.comm import ProcessGroup
 from lightning_parallel.zero.buckets import ShardBucket
+from lightning_parallel.zero.link import not_a_value
 from lightning_parallel.zero.shards import BucketLayout
 from lightning_parallel.zero.share_home import Loan
 
@@ -63,9 +64,10 @@ class UnitBucket(ShardBucket):
         self._device = self.own.device
         self._keep(self.own.clone())
         self.attach(self._between_steps())
-        fill = float("nan") if self.own.is_floating_point() else 0
-        self._nothing = torch.full((), fill, dtype=self.own.dtype, device=self.own.device)
+        self._nothing = torch.full((), not_a_value(self.own.dtype), dtype=self.own.dtype, device=self.own.device)
         self.presence = Presence.AWAY
+        self.is_showing = False
+        """Parameters are being told where their values are."""
         self._arriving: Loan | None = None
         self._landing: Tensor | None = None  # must live until values have arrived
         self._lent = self._nothing  # this rank's share as it was when values came, if it has a home elsewhere
@@ -106,8 +108,8 @@ class UnitBucket(ShardBucket):
             return
         self._wait()
         with torch.inference_mode(False):
-            for view, p in zip(self._views(self.values), self.parameters, strict=True):
-                p.data = view
+            self._places = self._views(self.values)
+            self._show(self._places)
         self.presence = Presence.HERE
 
     def _wait(self) -> None:
@@ -135,17 +137,24 @@ class UnitBucket(ShardBucket):
 
     def _hide(self) -> None:
         with torch.inference_mode(False):
-            for p in self.parameters:
-                p.data = self._nothing.expand(p.shape)
+            self._show([self._nothing.expand(p.shape) for p in self.parameters])
+            self._places = []
             self.values = self._nothing.new_empty(0)
         self._lent = self._nothing
         self.presence = Presence.AWAY
+
+    def _show(self, values: Sequence[Tensor]) -> None:
+        self.is_showing = True
+        for value, p in zip(values, self.parameters, strict=True):
+            p.data = value
+        self.is_showing = False
 
     @torch.no_grad()
     def take_back(self) -> None:
         """Takes over what was written into this rank's share of the values, if they are here."""
         if self.presence is not Presence.HERE:
             return
+        self.readmit()
         part = self.values[self._start : self._stop]
         if self.home is None:
             self.own.copy_(part)

@@ -7,7 +7,7 @@ pass: the sum over an accumulation is kept in shards, because in full it would t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import cast
 
@@ -21,7 +21,8 @@ from lightning_parallel.zero.gathering import UnitGatherer
 from lightning_parallel.zero.host_storage import HostStorage
 from lightning_parallel.zero.sharder import ShardOptions, ZeroSharder
 from lightning_parallel.zero.shards import BucketLayout, Item, plan_buckets
-from lightning_parallel.zero.unit_bucket import UnitBucket
+from lightning_parallel.zero.unit_bucket import Presence, UnitBucket
+from lightning_parallel.zero.unit_watch import UnitWatch
 
 __all__ = ["UnitSharder"]
 
@@ -62,12 +63,15 @@ class UnitSharder(ZeroSharder):
         self.trains = trains
         self._units = {id(p): unit for p, unit in units.items()}
         self._asleep: dict[int, UnitBucket] = {}
+        self._is_placing = False
+        self.watch: UnitWatch | None = None
         super().__init__(units, optimizers, group, replace(options, bucket_bytes=WITHOUT_LIMIT))
         self.max_in_flight = 1
 
     # -------------------------------------------------------------- places
     def refresh(self) -> None:
         """Gives a place to every parameter, and another one to those that have become trainable."""
+        self._is_placing = True
         waking = [p for p in self._all if self._is_trained(p) and id(p) in self._asleep]
         if waking:
             self._wake(waking)
@@ -76,6 +80,7 @@ class UnitSharder(ZeroSharder):
         rest = [p for p in self._all if id(p) not in self._places and id(p) not in self._asleep]
         if rest:
             self._lay_asleep(rest)
+        self._is_placing = False
 
     def _is_trained(self, parameter: nn.Parameter) -> bool:
         return self.trains and parameter.requires_grad
@@ -138,7 +143,7 @@ class UnitSharder(ZeroSharder):
         """Around everything that computes with parameters; see `UnitGatherer.step`."""
         if lockstep:
             self.refresh()
-        with self.gatherer.step(kind, lockstep):
+        with self.gatherer.step(kind, lockstep), nullcontext() if self.watch is None else self.watch.watching(kind):
             yield
 
     def prepare(self) -> None:
@@ -206,6 +211,13 @@ class UnitSharder(ZeroSharder):
         buckets = self.gatherer.units[self._units[id(parameter)]].buckets
         places = ((b, place) for b in buckets for place, p in enumerate(b.parameters) if p is parameter)
         return next(places)
+
+    def is_absent(self, parameter: Tensor) -> bool:
+        """Whether a parameter's values are not whole on this rank, so that a step would not find them."""
+        if self._is_placing:
+            return False
+        bucket, _ = self.bucket_of(parameter)
+        return bucket.presence is not Presence.HERE and not bucket.is_showing
 
     def share_of(self, parameter: Tensor) -> Tensor:
         """This rank's part of a parameter's values; empty if it owns nothing of it. See `UnitBucket.share_of`."""

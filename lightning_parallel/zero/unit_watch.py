@@ -1,0 +1,107 @@
+"""Mechanism: notices when a step uses parameters of stage 3 that are elsewhere, and read as not-a-number.
+
+A unit is gathered when its module is called. `sum(p.abs().sum() for p in self.parameters())`, a weight of a block that
+is read outside of it, or a method of a block that is not its forward, find nothing there. Some steps are watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["AbsentParameterError", "UnitWatch"]
+
+# What tells nothing of the values.
+_HARMLESS = frozenset(
+    {
+        *("shape", "size", "numel", "nelement", "nbytes", "itemsize", "element_size", "dim", "ndim", "ndimension"),
+        *("device", "dtype", "layout", "names", "has_names", "is_floating_point", "is_complex", "is_inference"),
+        *("is_cpu", "is_cuda", "is_meta", "is_mps", "is_xpu", "is_quantized", "is_sparse", "is_nested", "is_leaf"),
+        *("requires_grad", "requires_grad_", "grad", "_grad", "grad_fn", "grad_dtype", "retain_grad", "register_hook"),
+        *("register_post_accumulate_grad_hook", "_backward_hooks", "_version", "output_nr", "_base", "_is_view"),
+        *("__hash__", "__len__", "is_contiguous"),
+    }
+)
+
+
+class AbsentParameterError(RuntimeError):
+    """A step used a parameter that was not gathered."""
+
+
+class UnitWatch:
+    """Watches steps of a module whose parameters are in units.
+
+    Args:
+        module: the module.
+        is_absent: whether a parameter is neither whole here nor on its way to be made so by what runs.
+        scopes: name of each unit's module, by names of its parameters.
+    """
+
+    def __init__(self, module: nn.Module, is_absent: Callable[[Tensor], bool], scopes: Mapping[str, str]) -> None:
+        self.names = {id(p): name for name, p in module.named_parameters()}
+        self.is_absent = is_absent
+        self.scopes = scopes
+        self._runs: dict[str, int] = {}
+        # Functions that were compiled do not tell what they call.
+        compiled = (m for m in module.modules() if hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None))
+        self._can_watch = next(compiled, None) is None
+
+    @contextmanager
+    def watching(self, what: str) -> Iterator[None]:
+        """Watches the first, second, fourth, eighth, ... run of a step, as it may begin to do something later on.
+
+        Args:
+            what: name of the step.
+
+        Raises:
+            AbsentParameterError: it uses a parameter outside of the module that is gathered for it.
+        """
+        count = self._runs.get(what, 0)
+        self._runs[what] = count + 1
+        if not self._can_watch or (count + 1) & count:
+            yield
+            return
+        with _Watch(self, what):
+            yield
+
+    def refusal(self, name: str, function: str, what: str) -> AbsentParameterError:
+        """The error for one use of a parameter."""
+        scope = self.scopes[name]
+        return AbsentParameterError(
+            f"{what} uses {name} (in {function}) while {scope} is not running, but stage 3 of ZeRO has it on this rank "
+            f"only then; call {scope} itself, enter `with trainer.strategy.full_params():` around what needs all "
+            "parameters, or use stage 2"
+        )
+
+
+class _Watch(TorchFunctionMode):
+    """Sees every function of torch that the step calls."""
+
+    def __init__(self, watch: UnitWatch, what: str) -> None:
+        super().__init__()
+        self.watch = watch
+        self.what = what
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = _name_of(func)
+        if name not in _HARMLESS:
+            for leaf in tree_leaves((args, kwargs)):
+                found = self.watch.names.get(id(leaf)) if isinstance(leaf, Tensor) else None
+                if found is not None and self.watch.is_absent(leaf):
+                    raise self.watch.refusal(found, name, self.what)
+        return func(*args, **kwargs)
+
+
+def _name_of(function: Any) -> str:
+    """`norm` of `Tensor.norm`, `grad` of the getter or setter of `Tensor.grad`."""
+    name = getattr(function, "__name__", str(function))
+    owner = getattr(function, "__self__", None)
+    return str(getattr(owner, "__name__", name)) if name in ("__get__", "__set__", "__delete__") else str(name)
