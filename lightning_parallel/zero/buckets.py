@@ -12,6 +12,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import ProcessGroup
 from lightning_parallel.zero.gradient_state import GradientState, wide_dtype
 from lightning_parallel.zero.link import stand_in
+from lightning_parallel.zero.replaced import put_back
 from lightning_parallel.zero.shards import BucketLayout
 
 if TYPE_CHECKING:
@@ -328,26 +329,9 @@ class ShardBucket:
             self._free()
 
     # -------------------------------------------------------------- values
-    @torch.no_grad()
     def readmit(self) -> None:
-        """Takes over the values of parameters whose `data` somebody has replaced; they lie in the bucket again.
-
-        Raises:
-            RuntimeError: by something of another shape or dtype.
-        """
-        if not self._places:  # values are elsewhere
-            return
-        for view, p in zip(self._places, self.parameters, strict=True):
-            if p.data_ptr() == view.data_ptr():
-                continue
-            if (p.shape, p.dtype) != (view.shape, view.dtype):
-                raise RuntimeError(
-                    f"the data of a parameter of shape {tuple(view.shape)} and {view.dtype} was replaced by data of "
-                    f"shape {tuple(p.shape)} and {p.dtype}, for which its shards have no place; change models before "
-                    "trainer.fit"
-                )
-            view.copy_(p.data)
-            p.data = view
+        """Takes over the values of parameters whose `data` somebody has replaced; see `put_back`."""
+        put_back(self.parameters, self._places)
 
     def accept_changes(self, values: Tensor) -> None:
         """Takes over what somebody wrote into half-precision parameters since the last step.

@@ -93,7 +93,9 @@ def test_children_of_lists_and_stacks_get_units() -> None:
     assert plan.members[3] == ("stack.1.0.weight", "stack.1.0.bias")
     assert plan_model(model, "blocks.*").scopes == ("blocks.0", "blocks.1")
     model.blocks.append(nn.ParameterList([model.head.weight]))
-    assert find_scopes(model) == ("blocks.0", "blocks.1", "stack.0", "stack.1.0"), "what is never called gathers nothing"
+    assert find_scopes(model) == ("blocks.0", "blocks.1", "stack.0", "stack.1.0"), (
+        "what is never called gathers nothing"
+    )
     with pytest.raises(ValueError, match=r"unit 'blocks.2' is a ParameterList, which is never called, so that its"):
         plan_model(model, "blocks.*")
     del model.blocks[2]
