@@ -221,6 +221,8 @@ class Partition:
         if self.cut is not None:
             self.cut.restore()
         self.undo_tensor.restore()
+        if self.units is not None:
+            self.units.leave_device()
         self.module.to("cpu")
         _set_values(self.module, *whole)
         for name, value in extra_states.items():

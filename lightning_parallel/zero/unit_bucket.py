@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.comm import ProcessGroup
 from lightning_parallel.zero.buckets import ShardBucket
-from lightning_parallel.zero.link import not_a_value
+from lightning_parallel.zero.link import not_a_value, stand_in
 from lightning_parallel.zero.shards import BucketLayout
 from lightning_parallel.zero.share_home import Loan
 
@@ -219,6 +219,10 @@ class UnitBucket(ShardBucket):
         """Forgets gradients; this rank's share stays until `forget_share`."""
         self.drop()
         self.clear()
+
+    def leave_device(self) -> None:
+        """Parameters are on the host, without values, which is what moving them there would make whole memory for."""
+        self._show([stand_in(p.shape, p.dtype) for p in self.parameters])
 
     def forget_share(self) -> None:
         """Frees this rank's share; float32 copies stay, for checkpoints of the finished run."""

@@ -180,6 +180,11 @@ class UnitSharder(ZeroSharder):
         for bucket in self.unit_buckets:
             bucket.release()
 
+    def leave_device(self) -> None:
+        """Parameters are on the host from now on, still without values: moving the module there takes no memory."""
+        for bucket in self.unit_buckets:
+            bucket.leave_device()
+
     def forget_values(self) -> None:
         """The run is over, and what is wanted of its parameters is somewhere else."""
         for bucket in self.unit_buckets:

@@ -32,11 +32,13 @@ from lightning_parallel.tensor_parallel import linear
 from lightning_parallel.tensor_parallel.loss import vocab_parallel_cross_entropy
 from lightning_parallel.tensor_parallel.sharding import split_kv_heads
 from lightning_parallel.zero import host_storage
+from lightning_parallel.zero.gathering import UnitGatherer
 from lightning_parallel.zero.homecoming import POSTPONED
 from lightning_parallel.zero.link import HostLink
 from lightning_parallel.zero.sharder import ShardOptions, ZeroSharder
 from lightning_parallel.zero.shards import Item, plan_buckets
 from lightning_parallel.zero.unit_bucket import UnitBucket
+from lightning_parallel.zero.unit_sharder import UnitSharder
 from tests.harness.accelerator import DEVICE, HostWait, UnfinishedCopy, accelerator, lone_rank
 from tests.harness.streams import Streams
 
@@ -57,7 +59,7 @@ def train(model: nn.Module) -> None:
     F.cross_entropy(model(randn(3, 4)), torch.zeros(3, dtype=torch.int64, device=DEVICE)).backward()
 
 
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     """Two linears, so that there are several buckets."""
     with DEVICE:
         return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5))
@@ -213,6 +215,22 @@ def test_parameters_come_from_the_host_while_others_are_computed_with(monkeypatc
                 assert not streams.comes_after(compute, later), "the next unit does not hold up this one"
             for later in (*ups[number + 2 :], *gathers[number + 2 :]):
                 assert streams.comes_after(later, compute), "its memory may be that of the one before"
+
+
+def test_parameters_in_shares_leave_the_device_without_becoming_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moving what only looks whole would make it so: on the device for the copy, and on the host."""
+    with lone_rank(2), accelerator():
+        module = model()
+        gatherer = UnitGatherer({0: module[0]}, group(), group())
+        units = {p: 0 if place < 2 else 1 for place, p in enumerate(module.parameters())}
+        sharder = UnitSharder(units, [], group(), ShardOptions(stage=3), gatherer)
+        with pytest.raises(HostWait):
+            module.to("cpu")
+        shown: dict[nn.Parameter, Tensor] = {}  # `p.data = value` works between GPUs and CPUs, but not for this device
+        monkeypatch.setattr(UnitBucket, "_show", lambda b, new: shown.update(zip(b.parameters, new, strict=True)))
+        sharder.leave_device()
+        assert {p: value.shape for p, value in shown.items()} == {p: p.shape for p in module.parameters()}
+        assert {(value.device.type, value.untyped_storage().nbytes()) for value in shown.values()} == {("cpu", 4)}
 
 
 # ------------------------------------------------------------------------------------------------ layers
