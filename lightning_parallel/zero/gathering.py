@@ -48,11 +48,6 @@ class Unit:
         return any(bucket.presence is Presence.AWAY for bucket in self.buckets)
 
     @property
-    def is_gone(self) -> bool:
-        """Whether there is nothing of it to free."""
-        return all(bucket.presence is Presence.AWAY and bucket.home is None for bucket in self.buckets)
-
-    @property
     def is_whole(self) -> bool:
         """Whether all parameters can be used."""
         return all(bucket.presence is Presence.HERE for bucket in self.buckets)
@@ -116,6 +111,8 @@ class UnitGatherer:
         self.is_free = False
         self._pinned = False
         self._last: Unit | None = None
+        self._held: set[int] = set()  # units that were gathered or read ahead since they were freed
+        self._running: set[int] = set()
         self._storages: dict[int, tuple[Unit, UnitBucket]] = {}
         self._hooks: list[Any] = []
         # Compiled functions call them, and would try to compile them too.
@@ -133,11 +130,14 @@ class UnitGatherer:
         def before(module: nn.Module, args: Any) -> None:
             if self._in_step or self._in_backward:
                 unit.running += 1
+                self._running.add(unit.number)
                 self.need(unit)
 
         @torch.compiler.disable
         def after(module: nn.Module, args: Any, output: Any) -> None:
             unit.running = max(0, unit.running - 1)
+            if not unit.running:
+                self._running.discard(unit.number)
 
         self._hooks.append(module.register_forward_pre_hook(before, prepend=True))
         self._hooks.append(module.register_forward_hook(after, always_call=True))
@@ -167,6 +167,7 @@ class UnitGatherer:
         self._last, self._in_step = None, True
         for unit in self.units:
             unit.running = 0
+        self._running.clear()
         try:
             with torch.autograd.graph.saved_tensors_hooks(*self._saving):
                 self._begin_with_root()
@@ -205,7 +206,7 @@ class UnitGatherer:
             return
         self._last = unit
         self._residency.order.use(unit.number)
-        self._drop_but(self._residency.kept(unit.number, [u.number for u in self.units if u.running]))
+        self._drop_but(self._residency.kept(unit.number, self._running))
         self._bring(unit)
         self._look_ahead()
 
@@ -230,6 +231,7 @@ class UnitGatherer:
         wanted = self._residency.wanted(self._here())
         if wanted is not None:
             self._rounds.post(wanted)
+            self._held.add(wanted)
             self.units[wanted].read_ahead()
 
     def _catch_up(self) -> None:
@@ -237,14 +239,13 @@ class UnitGatherer:
             self._go_round(overdue)
 
     def _here(self) -> set[int]:
-        return {unit.number for unit in self.units if not unit.is_away}
+        return {number for number in self._held if not self.units[number].is_away}
 
     def _drop_but(self, kept: set[int]) -> None:
         if self._pinned:
             return
-        for unit in self.units:
-            if unit.number not in kept and not unit.is_gone:
-                self._drop(unit)
+        for number in sorted(self._held - kept):
+            self._drop(self.units[number])
 
     def drop_all(self) -> None:
         """Frees every unit, between steps."""
@@ -254,6 +255,7 @@ class UnitGatherer:
     def _drop(self, unit: Unit) -> None:
         for bucket in unit.buckets:
             self._storages.pop(_storage_of(bucket.values), None)
+        self._held.discard(unit.number)
         unit.drop()
 
     # -------------------------------------------------------------- agreement
@@ -265,6 +267,7 @@ class UnitGatherer:
     def _finish_round(self) -> list[int]:
         heard = self._rounds.finish()
         for number in sorted({wish for wish in heard if wish >= 0}):
+            self._held.add(number)
             self.units[number].gather()
         return heard
 
@@ -351,6 +354,7 @@ class UnitGatherer:
 
     def _bring_all(self) -> None:
         for unit in self.units:
+            self._held.add(unit.number)
             unit.gather()
             unit.complete()
             self._note_storages(unit)

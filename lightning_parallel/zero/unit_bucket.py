@@ -65,6 +65,7 @@ class UnitBucket(ShardBucket):
         self._keep(self.own.clone())
         self.attach(self._between_steps())
         self._nothing = torch.full((), not_a_value(self.own.dtype), dtype=self.own.dtype, device=self.own.device)
+        self._hidden = [self._nothing.expand(p.shape) for p in self.parameters]
         self.presence = Presence.AWAY
         self.is_showing = False
         """Parameters are being told where their values are."""
@@ -137,7 +138,7 @@ class UnitBucket(ShardBucket):
 
     def _hide(self) -> None:
         with torch.inference_mode(False):
-            self._show([self._nothing.expand(p.shape) for p in self.parameters])
+            self._show(self._hidden)
             self._places = []
             self.values = self._nothing.new_empty(0)
         self._lent = self._nothing

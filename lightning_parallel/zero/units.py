@@ -97,7 +97,9 @@ class UseOrder:
         if self._log and self._log[-1] == unit:
             return
         self._log.append(unit)
-        if unit in self._expected[self._position :]:
+        if self.upcoming(1) == (unit,):
+            self._position += 1
+        elif unit in self._expected[self._position :]:
             self._position = self._expected.index(unit, self._position) + 1
 
     def upcoming(self, count: int) -> tuple[int, ...]:
