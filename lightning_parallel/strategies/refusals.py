@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -144,18 +144,36 @@ def refuse_shared_memory(module: nn.Module) -> None:
 
     Views of one memory that do not overlap (the weights of a recurrent layer) are fine.
     """
-    by_memory: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    by_memory: dict[int, list[tuple[int, int, str, nn.Parameter]]] = {}
     for name, p in module.named_parameters():
         if not p.is_meta and p.numel() > 0:
-            by_memory.setdefault(p.untyped_storage().data_ptr(), []).append((name, p))
-    for held in (held for held in by_memory.values() if len(held) > 1):
-        owners = torch.full((held[0][1].untyped_storage().nbytes(),), -1, dtype=torch.int32)
-        for place, (name, p) in enumerate(held):
-            size, first = p.element_size(), p.storage_offset() * p.element_size()
-            marks = owners.as_strided((*p.shape, size), (*(s * size for s in p.stride()), 1), first)
-            if (other := int(marks.max())) >= 0:
-                raise ValueError(
-                    f"parameters {held[other][0]} and {name} share memory, but each gets its own when ranks divide the "
-                    "model; give both names the same nn.Parameter, or clone() one of them"
-                )
-            marks.fill_(place)
+            first, size = p.storage_offset(), p.element_size()
+            last = first + sum((length - 1) * step for length, step in zip(p.shape, p.stride(), strict=True))
+            span = (first * size, (last + 1) * size, name, p)
+            by_memory.setdefault(p.untyped_storage().data_ptr(), []).append(span)
+    for held in by_memory.values():
+        held.sort(key=lambda span: span[:2])
+        open_spans: list[tuple[int, int, str, nn.Parameter]] = []
+        for first, last, name, p in held:
+            open_spans = [span for span in open_spans if span[1] > first]
+            for _, _, other, q in open_spans:
+                if _share_elements(q, p):
+                    raise ValueError(
+                        f"parameters {other} and {name} share memory, but each gets its own when ranks divide the "
+                        "model; give both names the same nn.Parameter, or clone() one of them"
+                    )
+            open_spans.append((first, last, name, p))
+
+
+def _share_elements(one: nn.Parameter, other: nn.Parameter) -> bool:
+    """Whether two views of one memory, whose spans overlap, have bytes in common (columns of a matrix have none)."""
+    marks = torch.zeros(one.untyped_storage().nbytes(), dtype=torch.bool)
+    _bytes_of(one, marks).fill_(True)
+    return bool(_bytes_of(other, marks).any())
+
+
+def _bytes_of(parameter: nn.Parameter, memory: Tensor) -> Tensor:
+    """Where the bytes of a view lie in its memory."""
+    size = parameter.element_size()
+    strides = (*(step * size for step in parameter.stride()), 1)
+    return memory.as_strided((*parameter.shape, size), strides, parameter.storage_offset() * size)
