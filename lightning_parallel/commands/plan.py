@@ -24,7 +24,7 @@ from lightning_parallel.planner.job import (
 )
 from lightning_parallel.planner.model_shape import ModelShape
 from lightning_parallel.planner.report import result_data
-from lightning_parallel.planner.search import FIXABLE, SearchResult, search
+from lightning_parallel.planner.search import FIXABLE, search
 from lightning_parallel.planner.typical import typical_shape
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def add_parser(commands: Subcommands) -> None:
     _add_model(parser.add_argument_group("model", "sizes, a parameter count, a transformers configuration or a module"))
     _add_machine(parser.add_argument_group("machines"))
     _add_training(parser.add_argument_group("training"))
-    _add_layout(parser.add_argument_group("layout", "each is searched unless it is given or has a default"))
+    _add_layout(parser.add_argument_group("layout", "each is kept when given, and searched unless it has a default"))
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
@@ -130,19 +130,21 @@ def _add_layout(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tp", type=count, dest="tensor", help="ranks of a tensor group")
     group.add_argument("--pp", type=count, dest="pipeline", help="pipeline stages")
     group.add_argument("--dp", type=count, dest="data", help="replicas")
-    group.add_argument("--cp", type=count, dest="context", help="ranks that share a sequence; 1 unless given")
+    group.add_argument("--cp", type=count, dest="context", help="ranks that share a sequence; 1 in plans that run here")
     group.add_argument("--micro-batch", type=count, help="sequences of a micro-batch")
     group.add_argument(
         "--zero", type=int, choices=(0, 1, 2, 3), dest="zero_stage", help="what is sharded over replicas"
     )
     group.add_argument("--offload", choices=OFFLOADS, help="where states lie; off the GPU only if nothing else fits")
     group.add_argument(
-        "--schedule", choices=SCHEDULES, help="of pipelines, and only these are planned; 1f1b unless given"
+        "--schedule", choices=SCHEDULES, help="of pipelines, and only these are planned when it is given"
     )
-    group.add_argument("--virtual-stages", type=count, help="model chunks of a stage; 1 unless given")
+    group.add_argument("--virtual-stages", type=count, help="model chunks of a stage; 1 in plans that run here")
     group.add_argument("--recompute", choices=RECOMPUTES, help="activations that a backward makes anew")
     group.add_argument(
-        "--sequence-parallel", action=argparse.BooleanOptionalAction, help="on for tensor groups unless given"
+        "--sequence-parallel",
+        action=argparse.BooleanOptionalAction,
+        help="tensor groups also share what lies between their layers",
     )
     group.add_argument(
         "--balance",
@@ -173,20 +175,11 @@ def _answer(arguments: argparse.Namespace) -> Answer:
         assumed.append(f"no --gpu is given: planned for {DEFAULT_GPU}")
     if "pipeline" not in fixed and fixed.keys() & {"schedule", "virtual_stages"}:
         assumed.append("a schedule is given: only pipelines are planned")
-        result = _pipelines_only(result)
     if arguments.price and not arguments.tokens:
         assumed.append("--price tells the cost of a run only with --tokens")
     data = result_data(result, price=arguments.price, tokens=arguments.tokens)
     data |= {"assumed": assumed, "advice": advice(result)}
     return Answer(data, tuple(plan_text(data)), status=0 if data["plans"] else 1)
-
-
-def _pipelines_only(result: SearchResult) -> SearchResult:
-    plans = tuple(plan for plan in result.plans if plan.split.pipeline > 1)
-    rejected = tuple(entry for entry in result.rejected if entry.split.pipeline > 1)
-    if not plans and not rejected:
-        raise ValueError("a schedule is one of a pipeline, but no layout has more than one stage; leave out --schedule")
-    return replace(result, plans=plans, rejected=rejected)
 
 
 def _kernels(arguments: argparse.Namespace) -> str:

@@ -14,6 +14,7 @@ from lightning_parallel.planner.units import memory_text, plural
 __all__ = ["plan_text"]
 
 SHOWN = 8
+SHOWN_BEYOND = 4
 
 
 def plan_text(data: Mapping[str, Any]) -> list[RenderableType]:
@@ -21,10 +22,13 @@ def plan_text(data: Mapping[str, Any]) -> list[RenderableType]:
     parts: list[RenderableType] = [*_assumed(data), ""]
     if data["plans"]:
         best = data["plans"][0]
-        parts += [_ranking(data), *_more(data["plans"], "layouts fit"), _memory(best), _seconds(best), *_run(best)]
+        parts += [_ranking(data), *_other_schedules(data["plans"][:SHOWN]), *_more(data["plans"], "layouts fit")]
+        parts += [_memory(best), _seconds(best), *_run(best)]
         parts += ["", *_runs_it(best)]
         notes = ("precision_note", "recompute_note") if best["strategy"]["class_path"] else ()
         parts += [best[note] for note in notes if best[note]]
+    if data["not_run_here"]:
+        parts += [_beyond(data["not_run_here"]), *_more(data["not_run_here"], "such layouts", SHOWN_BEYOND)]
     if data["rejected"]:
         parts += [_reasons(data["rejected"]), *_more(data["rejected"], "layouts do not fit")]
     return [*parts, "", *data["advice"]]
@@ -68,8 +72,32 @@ def _ranking(data: Mapping[str, Any]) -> RenderableType:
     return grid
 
 
-def _more(entries: list[dict[str, Any]], what: str) -> list[str]:
-    return [f"{len(entries) - SHOWN} more {what}; --json lists all"] if len(entries) > SHOWN else []
+def _other_schedules(plans: list[dict[str, Any]]) -> list[str]:
+    """What the table has no room for."""
+    layouts = [plan["layout"] for plan in plans]
+    named = [(layout["schedule"], " with ZeRO ".join(_layout_cells(layout))) for layout in layouts]
+    found = [f"{cells}: {name}" for name, cells in named if name != "1f1b"]
+    return [f"schedules other than 1f1b: {', '.join(found)}"] if found else []
+
+
+def _beyond(entries: list[dict[str, Any]]) -> RenderableType:
+    """What is left to gain with other runtimes."""
+    grid = table("faster, but nothing here runs them", "layout", "ZeRO", "memory", "s/step", "faster", "needs")
+    grid.columns[-1].justify = "left"
+    for entry in entries[:SHOWN_BEYOND]:
+        percent = entry["faster_percent"]
+        grid.add_row(
+            *_layout_cells(entry["layout"]),
+            memory_text(entry["memory_gib"]["total"] * GIB),
+            f"{entry['step_seconds']['total']:.3g}",
+            "" if percent is None else f"{percent:.0f}%",
+            ", ".join(entry["needs"]),
+        )
+    return grid
+
+
+def _more(entries: list[dict[str, Any]], what: str, shown: int = SHOWN) -> list[str]:
+    return [f"{len(entries) - shown} more {what}; --json lists all"] if len(entries) > shown else []
 
 
 def _memory(plan: Mapping[str, Any]) -> RenderableType:

@@ -57,7 +57,9 @@ def _fits(job: TrainingJob, size: float) -> bool:
 
 
 def _of(job: TrainingJob, size: float) -> str:
-    return f"{memory_text(size)} of {memory_text(job.cluster.gpu.memory_gib * GIB)}"
+    memory = job.cluster.gpu.memory_gib * GIB
+    kept = f", {1 - USABLE_MEMORY:.0%} of which are left free" if USABLE_MEMORY * memory < size <= memory else ""
+    return f"{memory_text(size)} of {memory_text(memory)}{kept}"
 
 
 def _data_parallel(job: TrainingJob, plan: Plan, alone: float) -> str:

@@ -78,7 +78,7 @@ class Choices:
 
 def choose(
     cases: Iterable[tuple[TrainingJob, Mapping[str, Any]]],
-    why_not: Callable[[Candidate], str] = lambda split: "",
+    why_not: Callable[[TrainingJob, Candidate], str] = lambda job, split: "",
 ) -> Choices:
     """Every layout of the devices with the loader's batch on each replica.
 
@@ -95,7 +95,7 @@ def choose(
             result = rank_layouts(job, {"offload": "none", **fixed, "data": data})
             rejected += [(job, entry) for entry in result.rejected]
             for plan in result.plans:
-                reason = why_not(plan.split)
+                reason = why_not(job, plan.split)
                 if reason:
                     rejected.append((job, Rejected(plan.split, reason)))
                 else:

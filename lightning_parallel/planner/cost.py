@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.kernels import Kernels, block_kernels, head_kernels, stream
 from lightning_parallel.planner.links import Group, all_gather_seconds, all_reduce_seconds, send_seconds
 from lightning_parallel.planner.stages import blocks_per_stage, stage_parameters
 
-__all__ = ["StepTime", "hop_seconds", "idle_share", "step_time"]
+__all__ = ["StepTime", "hop_seconds", "idle_share", "least_seconds", "pass_seconds", "step_time"]
 
 # Part of the tensor-parallel collectives of a backward that runs beside the products for weight gradients; hand-written
 # layers start them early, autograd runs them in order.
@@ -36,6 +36,8 @@ OPTIMIZER_TRAFFIC = 34.0
 # for the ends. One v-th for v interleaved chunks; with split backwards in theory a third for ZB-H1, none for ZB-H2 and
 # ZB-V. From the bubble rates in tables 5 and 8 of Qi et al. 2024 (8 to 32 stages), for all numbers of micro-batches.
 IDLE_PASSES = {"interleaved": (1.0, 0.33), "zero-bubble": (0.445, 1.1), "zb-h2": (0.12, 1.8), "zb-v": (0.13, 0.95)}
+# By how much sums in another order may differ.
+ROUNDING = 1e-9
 # Bytes per second that a CPU's Adam moves, and those of an NVMe disk, per GPU: DeepSpeed's CPU Adam and a striped disk.
 CPU_ADAM_BYTES = 12e9
 NVME_BYTES = 3e9
@@ -59,7 +61,7 @@ class StepTime:
     @property
     def total(self) -> float:
         """Seconds of the whole step."""
-        return float(sum(getattr(self, field.name) for field in fields(self)))
+        return float(sum(vars(self).values()))
 
 
 def step_time(job: TrainingJob, split: Candidate) -> StepTime:
@@ -73,7 +75,7 @@ def step_time(job: TrainingJob, split: Candidate) -> StepTime:
     micro_batches = split.micro_batches(job)
     block, head = block_kernels(job, split), head_kernels(job, split)
     blocks = blocks_per_stage(job.shape, split)
-    exposed = _tensor_seconds(job, split) + _context_seconds(job, split, block)
+    exposed = _exposed_seconds(job, split, block)
     held = stage_parameters(job.shape, split)
     adding = GRADIENT_TRAFFIC[job.kernels] / stream(job.cluster.gpu) if micro_batches > 1 else 0.0
     each = _block_compute(job, split, block)
@@ -91,6 +93,44 @@ def step_time(job: TrainingJob, split: Candidate) -> StepTime:
         pipeline=_send_seconds(job, split, micro_batches),
         **_update_seconds(job, split, max(held)),
     )
+
+
+def pass_seconds(job: TrainingJob, split: Candidate) -> float:
+    """Seconds that the whole model takes for one micro-batch, nothing recomputed: whatever the pipeline and ZeRO."""
+    block, head = block_kernels(job, split), head_kernels(job, split)
+    exposed = _exposed_seconds(job, replace(split, recompute="none"), block)
+    each = block.forward.total + block.backward.total + exposed
+    return job.shape.layers * each + head.forward.total + head.backward.total
+
+
+def least_seconds(job: TrainingJob, split: Candidate, whole: float) -> float:
+    """A bound from below on `step_time` under any recomputation and balance of the stages.
+
+    The slowest stage takes at least the mean t of all, and the bubble counts k passes of the others, so that for k <= m
+    ``m t_max + k (p t - t_max) >= t (m + k (p - 1))``. Sends come on top, nothing hides them. What hides the sums over
+    data ranks is less than a pass of the slowest stage, which costs more of the rest than it saves there.
+
+    Args:
+        job: what is trained.
+        split: one way to split it.
+        whole: what `pass_seconds` says of it.
+
+    Raises:
+        ValueError: the batch cannot be split that way.
+    """
+    micro_batches, passes = split.micro_batches(job), _idle_passes(split)
+    mean = whole / split.pipeline
+    idle = min(micro_batches, passes) * (split.pipeline - 1)
+    share = job.shape.parameters / (split.tensor * split.pipeline)
+    hiding = mean if micro_batches - passes >= DATA_OVERLAP else whole
+    least = mean * (micro_batches + idle) + _reduction_seconds(job, split, share, hiding)
+    least += sum(_update_seconds(job, split, share).values()) + _send_seconds(job, split, micro_batches)
+    return least * (1 - ROUNDING)
+
+
+def _exposed_seconds(job: TrainingJob, split: Candidate, block: Kernels) -> float:
+    """What a block waits for in a micro-batch: tensor and context groups."""
+    return _tensor_seconds(job, split) + _context_seconds(job, split, block)
 
 
 def _block_compute(job: TrainingJob, split: Candidate, block: Kernels) -> float:
@@ -131,8 +171,13 @@ def _bubble(split: Candidate, others: float) -> float:
     """Idle seconds of the slowest rank: the other stages' micro-batch, once (equal stages: (p - 1) (tF + tB))."""
     if split.pipeline == 1:
         return 0.0
+    return others * _idle_passes(split)
+
+
+def _idle_passes(split: Candidate) -> float:
+    """Passes of each other stage that the slowest rank waits for."""
     part, ends = IDLE_PASSES.get(split.schedule, (1.0, 0.0))
-    return others * (part / split.virtual_stages + ends / max(7, split.pipeline - 1))
+    return part / split.virtual_stages + ends / max(7, split.pipeline - 1)
 
 
 def _send_seconds(job: TrainingJob, split: Candidate, micro_batches: int) -> float:

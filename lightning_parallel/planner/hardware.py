@@ -60,6 +60,10 @@ class Gpu:
         if not 0 < self.gemm_share <= 1:
             raise ValueError(f"gemm_share is a part of the peak above 0 and up to 1, got {self.gemm_share}; use 0.8")
 
+    def __hash__(self) -> int:
+        # Equal GPUs have equal names and memory; the rates are a mapping, which has no hash.
+        return hash((self.name, self.memory_gib))
+
     def peak(self, precision: str) -> float:
         """Dense peak in FLOP/s of matrix products in ``precision``.
 

@@ -217,5 +217,17 @@ class Candidate:
         return per_replica // self.micro_batch
 
     def micro_batch_tokens(self, job: TrainingJob) -> int:
-        """Tokens of one micro-batch on one rank."""
+        """Tokens of one micro-batch on one rank.
+
+        Raises:
+            ValueError: context ranks, or tensor ranks with sequence parallelism, cannot share a sequence evenly.
+        """
+        seq = job.shape.seq
+        if seq % self.context:
+            raise ValueError(f"a sequence of {seq} tokens does not split over {self.context} context ranks")
+        if self.sequence_parallel and seq // self.context % self.tensor:
+            raise ValueError(
+                f"sequence parallelism cannot split {seq // self.context} tokens over {self.tensor} tensor ranks; "
+                "leave it out, or use a length that is a multiple"
+            )
         return self.micro_batch * job.shape.seq // self.context

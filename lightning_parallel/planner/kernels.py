@@ -8,6 +8,7 @@ arithmetic of forwards. What many small kernels lose as they start does not shri
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lightning_parallel.planner.hardware import Gpu
 from lightning_parallel.planner.job import Candidate, TrainingJob
@@ -96,7 +97,14 @@ def _product(gpu: Gpu, precision: str, m: float, n: float, k: float) -> tuple[fl
 
 def block_kernels(job: TrainingJob, split: Candidate) -> Kernels:
     """Seconds of one block for one micro-batch on one rank."""
-    shape, gpu, tokens, t = job.shape, job.cluster.gpu, split.micro_batch_tokens(job), split.tensor
+    return _block_kernels(job, split.tensor, split.context, split.micro_batch, split.sequence_parallel)
+
+
+@lru_cache(maxsize=1024)
+def _block_kernels(job: TrainingJob, t: int, context: int, micro_batch: int, sequence_parallel: bool) -> Kernels:
+    """The fields of a split that tell how long its kernels take: a search asks for the same ones many times."""
+    split = Candidate(tensor=t, context=context, micro_batch=micro_batch, sequence_parallel=sequence_parallel)
+    shape, gpu, tokens = job.shape, job.cluster.gpu, split.micro_batch_tokens(job)
     inner = shape.ffn / t * (2 if shape.gated else 1)
     projections = (
         ((shape.query_width + 2 * shape.key_value_width) / t, shape.hidden),
@@ -149,6 +157,12 @@ def _attention(job: TrainingJob, split: Candidate) -> Kernels:
 
 def head_kernels(job: TrainingJob, split: Candidate) -> Kernels:
     """Seconds of the head and the loss for one micro-batch on one rank."""
+    return _head_kernels(job, split.tensor, split.context, split.micro_batch)
+
+
+@lru_cache(maxsize=1024)
+def _head_kernels(job: TrainingJob, t: int, context: int, micro_batch: int) -> Kernels:
+    split = Candidate(tensor=t, context=context, micro_batch=micro_batch)
     shape, gpu, tokens = job.shape, job.cluster.gpu, split.micro_batch_tokens(job)
     precision = "bf16" if job.precision in NARROW_SHARE else job.precision
     forward, backward = _product(gpu, precision, tokens, shape.vocab / split.tensor, shape.hidden)

@@ -7,13 +7,14 @@ and partitions hands to each rank. Activations count what autograd keeps. The re
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from lightning_parallel.planner.activations import block_bytes, boundary_bytes, logit_bytes, passing_bytes
 from lightning_parallel.planner.hardware import GIB
 from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.stages import blocks_per_stage, live_blocks, stage_parameters
 
-__all__ = ["EXACT_TERMS", "StageMemory", "host_bytes", "memory_by_stage", "worst_stage"]
+__all__ = ["EXACT_TERMS", "StageMemory", "fullest_stage", "host_bytes", "memory_by_stage", "worst_stage"]
 
 EXACT_TERMS = ("weights", "gradients", "master_weights", "optimizer")
 
@@ -43,7 +44,7 @@ class StageMemory:
     @property
     def total(self) -> float:
         """Bytes of all terms."""
-        return float(sum(getattr(self, field.name) for field in fields(self)))
+        return float(sum(vars(self).values()))
 
     @property
     def states(self) -> float:
@@ -62,17 +63,54 @@ def memory_by_stage(job: TrainingJob, split: Candidate) -> tuple[StageMemory, ..
     Raises:
         ValueError: the batch, the heads or the blocks cannot be split that way.
     """
+    loads, moving = _loads(job, split), _moving(job, split)
+    last = split.pipeline - 1
+    return tuple(_stage(job, split, load, moving, last=s == last) for s, load in enumerate(loads))
+
+
+def fullest_stage(job: TrainingJob, split: Candidate) -> StageMemory:
+    """The worst of `memory_by_stage` without the others: of stages with equal weights, the one that keeps most.
+
+    Raises:
+        ValueError: as there.
+    """
+    *others, end = _loads(job, split)
+    moving = _moving(job, split)
+    kept: dict[int, float] = {}
+    for load in others:
+        kept[load.held] = max(load.kept, kept.get(load.held, 0.0))
+    stages = [_stage(job, split, _Load(held, most), moving, last=False) for held, most in kept.items()]
+    return worst_stage((*stages, _stage(job, split, end, moving, last=True)))
+
+
+class _Load(NamedTuple):
+    """Parameters of a stage, and bytes of activations that it keeps."""
+
+    held: int
+    kept: float
+
+
+class _Moving(NamedTuple):
+    """Bytes that come and go on every stage, and on the last one."""
+
+    passing: float
+    logits: float
+
+
+def _loads(job: TrainingJob, split: Candidate) -> list[_Load]:
     micro_batches = split.micro_batches(job)
-    held = stage_parameters(job.shape, split)
     blocks = blocks_per_stage(job.shape, split)
     boundary = boundary_bytes(job, split) * split.virtual_stages
     block = block_bytes(job, split)
     kept = [
-        live * block + live / count * boundary
+        live * block + live / max(1, count) * boundary
         for live, count in zip(live_blocks(job.shape, split, micro_batches), blocks, strict=True)
     ]
-    last = split.pipeline - 1
-    return tuple(_stage(job, split, count, kept[s], last=s == last) for s, count in enumerate(held))
+    return [_Load(*load) for load in zip(stage_parameters(job.shape, split), kept, strict=True)]
+
+
+def _moving(job: TrainingJob, split: Candidate) -> _Moving:
+    return _Moving(passing_bytes(job, split), logit_bytes(job, split))
 
 
 def worst_stage(stages: tuple[StageMemory, ...]) -> StageMemory:
@@ -109,7 +147,8 @@ def _offloaded(job: TrainingJob, split: Candidate, held: float) -> float:
     return held * moved
 
 
-def _stage(job: TrainingJob, split: Candidate, held: float, activations: float, *, last: bool) -> StageMemory:
+def _stage(job: TrainingJob, split: Candidate, load: _Load, moving: _Moving, *, last: bool) -> StageMemory:
+    held, activations = load
     trained = held * job.trainable
     kept = dict.fromkeys(EXACT_TERMS, 1.0)
     if split.offload != "none":
@@ -117,8 +156,8 @@ def _stage(job: TrainingJob, split: Candidate, held: float, activations: float, 
         kept["gradients"] = float(split.zero_stage < 2)
         kept["weights"] = float(split.zero_stage < 3)
     gradients = trained * job.gradient_bytes / _ranks(split, 2)
-    working = passing_bytes(job, split) + trained * job.step_bytes / _ranks(split, 1)
-    logits = logit_bytes(job, split) if last else 0.0
+    working = moving.passing + trained * job.step_bytes / _ranks(split, 1)
+    logits = moving.logits if last else 0.0
     gathered = 0.0
     if split.zero_stage == 2 and split.micro_batches(job) > 1:
         # Each rank sums its micro-batches before shards are summed over the ranks.

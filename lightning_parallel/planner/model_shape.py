@@ -154,7 +154,7 @@ class ModelShape:
         >>> ModelShape.llama(32, 4096, 32, 14336, kv_heads=8, vocab=128256).parameters
         8030261248
         """
-        return self.layers * self.block_parameters + self.embedding_parameters + self.head_parameters
+        return _parameters(self)
 
     @property
     def block_parameters(self) -> int:
@@ -266,6 +266,11 @@ class ModelShape:
         if split == "vocab":
             return split_vocab(self.vocab, ranks)
         return split_even(int(split == "row"), self.ffn, ranks, what="MLP width")
+
+
+@lru_cache(maxsize=256)
+def _parameters(shape: ModelShape) -> int:
+    return shape.layers * shape.block_parameters + shape.embedding_parameters + shape.head_parameters
 
 
 @lru_cache(maxsize=4096)

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_parallel.planner.hardware import GIB
 from lightning_parallel.planner.job import TrainingJob
 from lightning_parallel.planner.memory import EXACT_TERMS
-from lightning_parallel.planner.search import USABLE_MEMORY, Plan, SearchResult, rank_layouts
+from lightning_parallel.planner.search import USABLE_MEMORY, Plan, SearchResult, runnable_layouts
 from lightning_parallel.planner.units import device_word, memory_text, plural
 
 __all__ = ["states_text", "why_nothing_fits"]
@@ -69,7 +69,7 @@ def _states_too_large(job: TrainingJob) -> str:
 
 
 def _fastest(job: TrainingJob, fixed: Mapping[str, Any]) -> Plan | None:
-    plans = rank_layouts(job, {"offload": "none", **fixed}).plans
+    plans = runnable_layouts(job, {"offload": "none", **fixed}).plans
     return plans[0] if plans else None
 
 

@@ -9,7 +9,7 @@ from lightning_parallel.planner.hardware import GIB
 from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.memory import EXACT_TERMS, StageMemory
 from lightning_parallel.planner.precisions import precision_note
-from lightning_parallel.planner.search import Plan, Rejected, SearchResult
+from lightning_parallel.planner.search import Beyond, Plan, Rejected, SearchResult
 from lightning_parallel.planner.strategy_text import alternatives, recompute_note, strategy_of, trainer_line, yaml_text
 
 __all__ = ["model_flops", "recomputed_flops", "result_data"]
@@ -70,6 +70,7 @@ def result_data(result: SearchResult, *, price: float = 0.0, tokens: float = 0.0
         },
         "plans": [_plan_data(job, plan, price, tokens) for plan in result.plans],
         "rejected": [_rejected_data(job, entry) for entry in result.rejected],
+        "not_run_here": [_beyond_data(job, entry) for entry in result.beyond],
     }
 
 
@@ -118,6 +119,19 @@ def _plan_data(job: TrainingJob, plan: Plan, price: float, tokens: float) -> dic
         if price:
             data["run"] |= {"price": price, "cost": hours * gpus * price}
     return data
+
+
+def _beyond_data(job: TrainingJob, entry: Beyond) -> dict[str, Any]:
+    plan = entry.plan
+    return {
+        "layout": _layout_data(job, plan.split),
+        "needs": list(entry.needs),
+        "faster_percent": None if entry.faster is None else 100 * entry.faster,
+        "memory_gib": _memory_data(plan.worst),
+        "memory_by_stage_gib": [_memory_data(stage) for stage in plan.stages],
+        "step_seconds": {"total": plan.time.total, **asdict(plan.time)},
+        "tokens_per_second_per_gpu": job.tokens / plan.time.total / job.cluster.gpus,
+    }
 
 
 def _loader_batch(job: TrainingJob, split: Candidate) -> int:

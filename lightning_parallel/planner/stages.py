@@ -49,7 +49,8 @@ def _even_blocks(layers: int, pipeline: int, virtual_stages: int) -> tuple[int, 
 def stage_parameters(shape: ModelShape, split: Candidate) -> tuple[int, ...]:
     """Parameters that tensor rank 0, which holds most, keeps on every pipeline rank; a tied head lives on both ends."""
     blocks = blocks_per_stage(shape, split)
-    held = [count * shape.local_parameters("block", split.tensor) for count in blocks]
+    block = shape.local_parameters("block", split.tensor)
+    held = [count * block for count in blocks]
     embedding = shape.local_parameters("embedding", split.tensor)
     held[0] += embedding
     held[-1] += shape.local_parameters("head", split.tensor)

@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_parallel.pipeline.schedules import SCHEDULE_NAMES
 from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.precisions import keeps_masters, precision_flag
+from lightning_parallel.planner.runnable import FSDP_SHARDINGS, unrunnable
 
-__all__ = ["alternatives", "recompute_note", "strategy_of", "trainer_line", "unrunnable", "yaml_text"]
+__all__ = ["alternatives", "recompute_note", "strategy_of", "trainer_line", "yaml_text"]
 
 _OURS = "lightning_parallel.strategies.TensorPipelineStrategy"
 _ZERO = "lightning_parallel.strategies.ZeroStrategy"
@@ -18,32 +18,15 @@ _ZERO_CONFIG = "lightning_parallel.strategies.ZeroConfig"
 _DDP = "lightning.pytorch.strategies.DDPStrategy"
 _FSDP = "lightning.pytorch.strategies.FSDPStrategy"
 _DEEPSPEED = "lightning.pytorch.strategies.DeepSpeedStrategy"
-_SHARDINGS = {2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
-
-
-def unrunnable(split: Candidate) -> str:
-    """Why no strategy of Lightning or of this package runs a split; empty when one does."""
-    model_ranks = split.tensor * split.pipeline
-    if split.context > 1:
-        return "no strategy here splits sequences over a context group"
-    if model_ranks > 1 and split.zero_stage == 3:
-        return "no strategy here shards weights beside tensor or pipeline parallelism"
-    if split.pipeline > 1 and split.schedule not in SCHEDULE_NAMES:
-        return f"no strategy here runs the schedule {split.schedule}"
-    return ""
 
 
 def strategy_of(job: TrainingJob, split: Candidate) -> dict[str, Any]:
     """``class_path`` and ``init_args`` of the strategy; the path is None when nothing runs it."""
-    why = unrunnable(split)
+    why = unrunnable(job, split)
     if why:
         return {"class_path": None, "init_args": {}, "why": why}
-    bare = job.narrow and job.states == "true" and keeps_masters(split)
-    if bare and split.tensor * split.pipeline == 1 and split.zero_stage in _SHARDINGS and split.offload == "none":
-        return {"class_path": _FSDP, "init_args": {"sharding_strategy": _SHARDINGS[split.zero_stage]}}
-    if bare:
-        why = f"no strategy here runs ZeRO {split.zero_stage} without 32-bit copies of weights; use --states mixed"
-        return {"class_path": None, "init_args": {}, "why": why}
+    if job.narrow and job.states == "true" and keeps_masters(split):
+        return {"class_path": _FSDP, "init_args": {"sharding_strategy": FSDP_SHARDINGS[split.zero_stage]}}
     if split.tensor * split.pipeline > 1:
         arguments: dict[str, Any] = {
             "tensor_parallel_size": split.tensor,
@@ -92,7 +75,7 @@ def alternatives(job: TrainingJob, split: Candidate) -> list[str]:
     found: list[tuple[str, dict[str, Any]]] = []
     if job.master_bytes or not job.narrow:
         found.append((_DEEPSPEED, _deepspeed(split)))
-    sharding = _SHARDINGS.get(split.zero_stage)
+    sharding = FSDP_SHARDINGS.get(split.zero_stage)
     if sharding and split.offload == "none":
         found.append((_FSDP, {"sharding_strategy": sharding}))
     return [_line(job, split, path, arguments) for path, arguments in found]

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_parallel.planner.hardware import GIB, Cluster, Gpu, cpu_process, recognise
 from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.model_shape import ModelShape
-from lightning_parallel.planner.strategy_text import unrunnable
+from lightning_parallel.planner.runnable import unrunnable
 from lightning_parallel.strategies.config import PipelineConfig, ZeroConfig
 
 __all__ = [
@@ -81,7 +81,7 @@ def zero_cases(
             yield job, {**fixed, "zero_stage": stage}
 
 
-def why_not(split: Candidate) -> str:
+def why_not(job: TrainingJob, split: Candidate) -> str:
     """Why a strategy here does not run a split; empty if one does."""
     if split.zero_stage and split.data == 1 and split.offload == "none":
         return "there is one replica only, nothing to shard over"
@@ -89,7 +89,7 @@ def why_not(split: Candidate) -> str:
         ZeroConfig(split.zero_stage)
     except ValueError as error:
         return str(error)
-    return unrunnable(split)
+    return unrunnable(job, split)
 
 
 def recomputation(module: nn.Module) -> str:

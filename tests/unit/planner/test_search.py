@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from lightning_parallel.planner.advice import advice
 from lightning_parallel.planner.cost import step_time
+from lightning_parallel.planner.fitting import WORTHWHILE
 from lightning_parallel.planner.hardware import GIB, Cluster, find_gpu
-from lightning_parallel.planner.job import RECOMPUTES, TrainingJob
-from lightning_parallel.planner.memory import memory_by_stage, worst_stage
+from lightning_parallel.planner.job import RECOMPUTES, Candidate, TrainingJob
+from lightning_parallel.planner.memory import fullest_stage, memory_by_stage, worst_stage
 from lightning_parallel.planner.model_shape import ModelShape
 from lightning_parallel.planner.report import result_data
+from lightning_parallel.planner.runnable import missing
 from lightning_parallel.planner.search import USABLE_MEMORY, search
 from lightning_parallel.planner.typical import typical_shape
 
@@ -31,12 +36,157 @@ def test_plans_fit_and_come_fastest_first() -> None:
     assert all(entry.reason for entry in result.rejected)
 
 
-def test_pruning_loses_nothing() -> None:
-    best = search(JOB).plans[0]
-    base, limit = best.split, JOB.cluster.gpu.memory_gib * USABLE_MEMORY * GIB
-    every = [replace(base, micro_batch=b, recompute=r) for b in (1, 2, 4, 8) for r in RECOMPUTES]
-    fitting = [split for split in every if worst_stage(memory_by_stage(JOB, split)).total <= limit]
-    assert min(step_time(JOB, split).total for split in fitting) == best.time.total
+def tight_job(heads: int, batch: int, nodes: int, memory_gib: float) -> TrainingJob:
+    gpu = replace(find_gpu("a100-80gb"), memory_gib=memory_gib)
+    shape = ModelShape.llama(6, 2048, heads, 5632, vocab=32000, seq=2048)
+    return TrainingJob(shape, Cluster(gpu, 4 // nodes, nodes), batch)
+
+
+def every_split(job: TrainingJob) -> Iterator[Candidate]:
+    """All fields that the code knows, each combined with each; left out is only what no runtime runs."""
+    sizes = [size for size in itertools.product((1, 2, 4), repeat=4) if math.prod(size) == job.cluster.gpus]
+    chunks = [*itertools.product(("1f1b", "gpipe", "zero-bubble", "zb-h2", "zb-v"), (1,)), ("interleaved", 2)]
+    chunks += [("interleaved", 3)]
+    for (tensor, pipeline, data, context), (schedule, virtual), zero_stage in itertools.product(
+        sizes, chunks, (0, 1, 2, 3)
+    ):
+        if tensor > min(job.shape.heads, job.cluster.link_domain) or (pipeline == 1 and schedule != "1f1b"):
+            continue
+        if pipeline * (2 if schedule == "zb-v" else virtual) > job.shape.layers or (zero_stage and data * context == 1):
+            continue
+        for micro_batch, shared, recompute in itertools.product((1, 2, 4, 8, 16), (False, True), RECOMPUTES):
+            micro_batches = job.global_batch / data / micro_batch
+            if schedule == "interleaved" and micro_batches % pipeline:
+                continue
+            if micro_batches < {"zero-bubble": pipeline, "zb-h2": 2 * pipeline - 1, "zb-v": 2 * pipeline - 1}.get(
+                schedule, 1
+            ):
+                continue
+            if micro_batches.is_integer() and (tensor > 1 or not shared):
+                yield Candidate(
+                    tensor,
+                    pipeline,
+                    data,
+                    context,
+                    micro_batch,
+                    zero_stage,
+                    "none",
+                    schedule,
+                    virtual,
+                    recompute,
+                    shared,
+                )
+
+
+@pytest.mark.parametrize(
+    ("heads", "batch", "nodes", "memory", "gains"),
+    [
+        (1, 4, 1, 5.0, 5),
+        (8, 8, 1, 5.0, 3),
+        (8, 8, 4, 6.0, 4),
+        (8, 2, 1, 4.5, 0),
+        (8, 1, 1, 6.0, 1),
+        (8, 16, 1, 79.2, 0),
+    ],
+)
+def test_pruning_loses_nothing(heads: int, batch: int, nodes: int, memory: float, gains: int) -> None:
+    job = tight_job(heads, batch, nodes, memory)
+    limit = job.cluster.gpu.memory_gib * USABLE_MEMORY * GIB
+    fastest: dict[tuple[int, ...], float] = {}
+    elsewhere: dict[frozenset[str], float] = {}
+    for split in every_split(job):
+        if worst_stage(memory_by_stage(job, split)).total > limit:
+            continue
+        seconds, kinds = step_time(job, split).total, frozenset(missing(job, split))
+        if kinds:
+            elsewhere[kinds] = min(seconds, elsewhere.get(kinds, math.inf))
+        else:
+            # GPipe has to gain 1%.
+            weighed = seconds / (1 if split.schedule == "1f1b" else 1 - WORTHWHILE)
+            layout = (split.tensor, split.pipeline, split.data, split.zero_stage)
+            fastest[layout] = min(weighed, fastest.get(layout, math.inf))
+    result = search(job, {"offload": "none"})
+    found = {(s.tensor, s.pipeline, s.data, s.zero_stage): plan for plan in result.plans for s in (plan.split,)}
+    assert found.keys() == fastest.keys()
+    for layout, plan in found.items():
+        weighed = plan.time.total / (1 if plan.split.schedule == "1f1b" else 1 - WORTHWHILE)
+        assert weighed == pytest.approx(fastest[layout], rel=1e-12), layout
+    best = min((plan.time.total for plan in result.plans), default=math.inf)
+    expected = {}
+    for kinds, seconds in elsewhere.items():
+        parts = [other for subset, other in elsewhere.items() if subset < kinds]
+        if seconds < (1 - WORTHWHILE) * min([best, *parts]):
+            expected[kinds] = seconds
+    beyond = {frozenset(missing(job, entry.plan.split)): entry for entry in result.beyond}
+    assert beyond.keys() == expected.keys()
+    assert len(beyond) == gains
+    for kinds, entry in beyond.items():
+        assert entry.plan.time.total == pytest.approx(expected[kinds], rel=1e-12), kinds
+        assert entry.plan.worst.total <= limit
+
+
+def test_a_larger_micro_batch_fits_where_stage_2_need_not_add_gradients_up() -> None:
+    job = replace(tight_job(8, 8, 1, 79.2), shape=ModelShape.llama(6, 2048, 8, 5632, vocab=1000, seq=128))
+    fixed = {"tensor": 1, "pipeline": 1, "zero_stage": 2, "recompute": "none", "offload": "none"}
+    one, two = (fullest_stage(job, Candidate(data=4, micro_batch=b, zero_stage=2)).total / GIB for b in (1, 2))
+    assert two < one
+    tight = replace(job.cluster.gpu, memory_gib=(one + two) / 2 / USABLE_MEMORY)
+    (plan,) = search(replace(job, cluster=replace(job.cluster, gpu=tight)), fixed).plans
+    assert plan.split.micro_batch == 2
+
+
+def test_plans_run_and_what_does_not_is_named_with_its_gain() -> None:
+    job = tight_job(8, 8, 4, 79.2)
+    result = search(job)
+    best = result.plans[0]
+    assert all(not missing(job, plan.split) for plan in result.plans)
+    data = result_data(result)
+    assert [plan["strategy"]["class_path"] for plan in data["plans"] if plan["strategy"]["class_path"] is None] == []
+    entries = {entry["needs"][0]: entry for entry in data["not_run_here"]}
+    entry = entries["the schedule interleaved with 3 virtual stages"]
+    assert entry["layout"]["schedule"] == "interleaved"
+    assert entry["faster_percent"] == pytest.approx(100 * (best.time.total / entry["step_seconds"]["total"] - 1))
+    assert entry["faster_percent"] > 1
+    assert len(entry["memory_by_stage_gib"]) == entry["layout"]["pipeline"]
+
+
+def test_states_that_no_strategy_shards_are_no_plan_unless_they_are_asked_for() -> None:
+    job = TrainingJob(typical_shape(7e9), Cluster(find_gpu("h100-80gb")), 8, states="true")
+    result = search(job)
+    assert all(not missing(job, plan.split) for plan in result.plans)
+    assert {plan.split.zero_stage for plan in result.plans} >= {0, 2, 3}
+    reasons = [entry.reason for entry in result.rejected if entry.split.zero_stage == 1]
+    assert any("runs ZeRO-1 without 32-bit copies of weights; use --states mixed" in reason for reason in reasons)
+    asked = search(job, {"zero_stage": 1, "tensor": 2, "pipeline": 1})
+    assert [plan.split.zero_stage for plan in asked.plans] == [1]
+
+
+@pytest.mark.parametrize(
+    "fixed", [{"schedule": "interleaved"}, {"virtual_stages": 2}, {"schedule": "zero-bubble"}, {"context": 2}]
+)
+def test_what_is_asked_for_is_planned_though_nothing_runs_it(fixed: dict[str, object]) -> None:
+    result = search(JOB, fixed)
+    assert result.plans
+    for plan in result.plans:
+        assert all(getattr(plan.split, name) == value for name, value in fixed.items())
+        assert missing(JOB, plan.split)
+        assert "context" in fixed or plan.split.pipeline > 1
+
+
+def test_gpipe_is_taken_only_where_it_gains() -> None:
+    """It waits for few sends, and keeps all micro-batches."""
+    slow = replace(JOB, cluster=replace(JOB.cluster, gpus_per_node=1, nodes=8, network_gbit=10))
+    fixed = {"pipeline": 8, "tensor": 1, "recompute": "full"}
+    assert search(slow, fixed).plans[0].split.schedule == "gpipe"
+    assert search(JOB, fixed).plans[0].split.schedule == "1f1b"
+
+
+def test_sequence_parallelism_needs_a_length_that_splits() -> None:
+    job = replace(JOB, shape=replace(LLAMA_8B, seq=1001))
+    fixed = {"tensor": 2, "pipeline": 1}
+    assert {plan.split.sequence_parallel for plan in search(job, fixed).plans} == {False}
+    (reason,) = {entry.reason for entry in search(job, {**fixed, "sequence_parallel": True}).rejected}
+    assert "sequence parallelism cannot split 1001 tokens over 2 tensor ranks" in reason
 
 
 def test_fixed_fields_are_kept_and_others_searched() -> None:

@@ -1,0 +1,46 @@
+"""Pure: what a split needs that no strategy of Lightning or of this package does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightning_parallel.pipeline.schedules import SCHEDULE_NAMES
+from lightning_parallel.planner.job import Candidate, TrainingJob
+from lightning_parallel.planner.precisions import keeps_masters
+
+__all__ = ["FSDP_SHARDINGS", "missing", "unrunnable"]
+
+FSDP_SHARDINGS = {2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
+
+
+def missing(job: TrainingJob, split: Candidate) -> Mapping[str, str]:
+    """What a split needs and nothing here does, by kind: what it is in words. Empty when a strategy runs the split."""
+    found = {}
+    if split.context > 1:
+        found["context"] = f"sequences split over {split.context} ranks (context parallelism)"
+    if split.tensor * split.pipeline > 1 and split.zero_stage == 3:
+        beside = " and ".join(name for name in ("tensor", "pipeline") if getattr(split, name) > 1)
+        found["zero_3"] = f"ZeRO-3 beside {beside} parallelism"
+    if split.pipeline > 1 and split.schedule not in SCHEDULE_NAMES:
+        chunks = f" with {split.virtual_stages} virtual stages" if split.virtual_stages > 1 else ""
+        found[f"schedule {split.schedule}"] = f"the schedule {split.schedule}{chunks}"
+    if _bare_shards(job, split):
+        found["states"] = f"ZeRO-{split.zero_stage} without 32-bit copies of weights"
+    return found
+
+
+def _bare_shards(job: TrainingJob, split: Candidate) -> bool:
+    """Whether 16-bit states without 32-bit copies are to be sharded, which of all strategies FSDP does."""
+    if not (job.narrow and job.states == "true" and keeps_masters(split)):
+        return False
+    model_ranks = split.tensor * split.pipeline * split.context
+    return model_ranks > 1 or split.zero_stage not in FSDP_SHARDINGS or split.offload != "none"
+
+
+def unrunnable(job: TrainingJob, split: Candidate) -> str:
+    """Why no strategy runs a split; empty when one does."""
+    found = missing(job, split)
+    if not found:
+        return ""
+    advice = "; use --states mixed" if list(found) == ["states"] else ""
+    return f"no strategy here runs {' and '.join(found.values())}{advice}"
