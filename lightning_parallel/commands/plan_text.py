@@ -74,10 +74,12 @@ def _ranking(data: Mapping[str, Any]) -> RenderableType:
 
 def _other_schedules(plans: list[dict[str, Any]]) -> list[str]:
     """What the table has no room for."""
-    layouts = [plan["layout"] for plan in plans]
-    named = [(layout["schedule"], " with ZeRO ".join(_layout_cells(layout))) for layout in layouts]
-    found = [f"{cells}: {name}" for name, cells in named if name != "1f1b"]
-    return [f"schedules other than 1f1b: {', '.join(found)}"] if found else []
+    named: dict[str, list[str]] = {}
+    for plan in plans:
+        named.setdefault(plan["layout"]["schedule"], []).append(" with ZeRO ".join(_layout_cells(plan["layout"])))
+    if len(named) == 1:
+        return [f"schedule: {name}" for name in named if name != "1f1b"]
+    return [f"schedule {name}: {', '.join(cells)}" for name, cells in named.items() if name != "1f1b"]
 
 
 def _beyond(entries: list[dict[str, Any]]) -> RenderableType:

@@ -15,6 +15,7 @@ from lightning_parallel.planner.runnable import missing
 from lightning_parallel.planner.variants import (
     group_sizes,
     micro_batches,
+    only_pipelines,
     orders,
     recomputes,
     sequence_parallelism,
@@ -87,6 +88,8 @@ class _Search:
     def _bounded(self) -> Iterator[tuple[float, Candidate]]:
         """Splits that need something, whose bound is below the limit, but for the recomputation."""
         for sizes in group_sizes(self.job, self.fixed, every=True):
+            if sizes.pipeline == 1 and only_pipelines(self.fixed):
+                continue
             try:
                 for arranged, whole in self._arranged(sizes):
                     yield from self._ordered(arranged, whole)

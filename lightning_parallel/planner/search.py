@@ -13,7 +13,7 @@ from lightning_parallel.planner.fitting import USABLE_MEMORY, Plan, Rejected, be
 from lightning_parallel.planner.job import TrainingJob
 from lightning_parallel.planner.runnable import missing, unrunnable
 from lightning_parallel.planner.units import device_word, plural
-from lightning_parallel.planner.variants import group_sizes, zero_stages
+from lightning_parallel.planner.variants import group_sizes, only_pipelines, zero_stages
 
 __all__ = [
     "FIXABLE",
@@ -96,8 +96,7 @@ def runnable_layouts(job: TrainingJob, fixed: Mapping[str, Any]) -> SearchResult
     """`rank_layouts` without what no strategy runs, unless the fixed fields leave nothing else."""
     result = rank_layouts(job, fixed)
     splits = [*(plan.split for plan in result.plans), *(entry.split for entry in result.rejected)]
-    if "pipeline" not in fixed and fixed.keys() & {"schedule", "virtual_stages"}:
-        # A schedule is one of a pipeline.
+    if only_pipelines(fixed):
         splits = [split for split in splits if split.pipeline > 1]
     as_given = all(missing(job, split) for split in splits)
     kept = set(splits)

@@ -14,7 +14,15 @@ from lightning_parallel.layout import divisors
 from lightning_parallel.pipeline.schedules import SCHEDULE_NAMES
 from lightning_parallel.planner.job import RECOMPUTES, SCHEDULES, Candidate, Recompute, TrainingJob
 
-__all__ = ["group_sizes", "micro_batches", "orders", "recomputes", "sequence_parallelism", "zero_stages"]
+__all__ = [
+    "group_sizes",
+    "micro_batches",
+    "only_pipelines",
+    "orders",
+    "recomputes",
+    "sequence_parallelism",
+    "zero_stages",
+]
 
 Fixed = Mapping[str, Any]
 
@@ -71,6 +79,11 @@ def zero_stages(base: Candidate, fixed: Fixed, *, every: bool = False) -> tuple[
     if base.data * base.context == 1:
         return (0,)
     return (0, 1, 2, 3) if whole else (0, 1, 2)
+
+
+def only_pipelines(fixed: Fixed) -> bool:
+    """Whether a schedule is given, which is one of a pipeline, and not the number of stages."""
+    return "pipeline" not in fixed and bool(fixed.keys() & {"schedule", "virtual_stages"})
 
 
 def micro_batches(job: TrainingJob, base: Candidate, fixed: Fixed) -> list[int]:
