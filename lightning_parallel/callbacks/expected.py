@@ -43,7 +43,7 @@ def running_split(trainer: Trainer, batch_size: int, recompute: str = "none") ->
     strategy, layout = trainer.strategy, layout_of(trainer)
     options: dict[str, Any] = {"recompute": recompute, "micro_batch": batch_size}
     if isinstance(strategy, TensorPipelineStrategy):
-        parts = min(batch_size, strategy.pipeline_config.micro_batches_for(layout.pipeline))
+        parts = min(batch_size, strategy.micro_batches)
         options |= {
             "micro_batch": max(1, batch_size // parts),
             "schedule": strategy.pipeline_config.schedule,

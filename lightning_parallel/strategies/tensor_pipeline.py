@@ -119,6 +119,13 @@ class TensorPipelineStrategy(SteppingStrategy):
         self.bucket_bytes = bucket_bytes
         self._set_aside = []
 
+    @property
+    def micro_batches(self) -> int:
+        """Parts of a training batch: as configured or planned, and once divided by a `MicroBatchSizer`, as it does."""
+        if self._runner is None:
+            return self.pipeline_config.micro_batches_for(self.layout.pipeline)
+        return self._runner.options.micro_batches
+
     # -------------------------------------------------------------- set-up
     def setup(self, trainer: Trainer) -> None:
         """Splits the module for this rank and builds its optimizers."""

@@ -11,11 +11,12 @@ import pytest
 import torch
 import yaml
 from jsonargparse import ArgumentParser
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_parallel import AutoStrategy, TensorPipelineStrategy, ZeroConfig
 from lightning_parallel.callbacks import MicroBatchSizer
+from lightning_parallel.callbacks.expected import running_split
 from lightning_parallel.planner.hardware import GIB, Cluster, cpu_process, find_gpu, recognise
 from lightning_parallel.planner.job import TrainingJob
 from lightning_parallel.planner.model_shape import ModelShape
@@ -36,6 +37,15 @@ def trained(strategy: Any, devices: int, batch_size: int, heads: int = 2, callba
     )
     trainer.fit(module, Site().loader(Tokens(16), batch_size))
     return weights(module)
+
+
+class Expected(Callback):
+    """What a report expects of each micro-batch."""
+
+    micro_batch = 0
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self.micro_batch = running_split(trainer, 4).micro_batch
 
 
 def told(strategy: TensorPipelineStrategy, devices: int, batch_size: int, heads: int) -> Any:
@@ -70,9 +80,12 @@ def runs(rank: int, world_size: int, tight: float) -> Any:
         trained(AutoStrategy(memory_gib=1e-6), world_size, 4)
     with pytest.raises(ValueError, match="a cpu does not say how much memory a process may use"):
         trained("auto_parallel", world_size, 4)
-    sizer = MicroBatchSizer(limit=2)
-    measured = trained(AutoStrategy(memory_gib=AMPLE), world_size, 4, callbacks=[sizer])
+    sizer, expected = MicroBatchSizer(limit=2), Expected()
+    strategy = AutoStrategy(memory_gib=AMPLE)
+    measured = trained(strategy, world_size, 4, callbacks=[sizer, expected])
     assert sizer.micro_batch == 2, "what was planned may still be measured"
+    assert strategy.choice.plan.split.micro_batch == 4
+    assert expected.micro_batch == 2, "and reports expect what was measured"
     with pytest.raises(ValueError, match="attention head count 3 cannot be split"):
         trained("tp", world_size, 4, heads=3)  # not what was asked for: refused and not replaced
     even = [told(TensorPipelineStrategy(), world_size, 8, 2), told(TensorPipelineStrategy(), world_size, 4, 3)]
