@@ -39,18 +39,18 @@ def shape_of_module_path(path: str, *, heads: int = 0, seq: int = 0) -> ModelSha
         ValueError: it cannot be imported or built, or has no repeated blocks.
     """
     package, _, name = path.partition(":")
-    if not name:
-        raise ValueError(f"--module {path} names no class; write package.module:Class")
+    if not name or not package.strip("."):
+        raise ValueError(f"--module {path} names no class of a module; write package.module:Class")
     try:
         found = _import_here(package)
-    except ImportError as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"--module {path} cannot be imported: {error}") from error
     if not hasattr(found, name):
         raise ValueError(f"--module {path}: {package} has no {name}")
     try:
         with torch.device("meta"):
             module = getattr(found, name)()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"--module {path} cannot be built without arguments: {error}") from error
     if not isinstance(module, nn.Module):
         raise ValueError(f"--module {path} makes a {type(module).__name__}, which is no module of torch")
@@ -79,7 +79,8 @@ def shape_of_module(module: nn.Module, *, heads: int = 0, seq: int = 0, heads_kn
     """
     for fields in _configurations(module):
         if fields.get("model_type") in FAMILIES:
-            return shape_from_config(fields, seq=seq).with_parameters(parameter_count(module))
+            shape = shape_from_config(fields, seq=seq, counted=False)
+            return shape.with_parameters(parameter_count(module))
     _refuse_experts(module)
     embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding)]
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and _repeats(m)]

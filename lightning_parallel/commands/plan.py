@@ -214,15 +214,16 @@ def _shape(arguments: argparse.Namespace) -> ModelShape:
 def _sized(arguments: argparse.Namespace) -> ModelShape:
     hidden, heads, seq = arguments.hidden, arguments.heads, arguments.seq or 2048
     vocab = arguments.vocab or 50257
+    # Heads come last: their width need not be a part of the hidden width.
     if arguments.gated:
         ffn = arguments.ffn or -(-8 * hidden // 3 // 256) * 256
-        shape = ModelShape.llama(arguments.layers, hidden, heads, ffn, vocab=vocab, seq=seq)
+        shape = ModelShape.llama(arguments.layers, hidden, 1, ffn, vocab=vocab, seq=seq)
     else:
         shape = replace(
-            ModelShape.gpt(arguments.layers, hidden, heads, vocab=vocab, seq=seq), ffn=arguments.ffn or 4 * hidden
+            ModelShape.gpt(arguments.layers, hidden, 1, vocab=vocab, seq=seq), ffn=arguments.ffn or 4 * hidden
         )
     tied = shape.tied if arguments.tied is None else arguments.tied
-    return replace(shape, tied=tied, kv_heads=arguments.kv_heads or 0, head_dim=arguments.head_dim or 0)
+    return replace(shape, heads=heads, tied=tied, kv_heads=arguments.kv_heads or 0, head_dim=arguments.head_dim or 0)
 
 
 def _configured(name: str, seq: int) -> ModelShape:

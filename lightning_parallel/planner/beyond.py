@@ -12,6 +12,7 @@ from lightning_parallel.planner.fitting import WORTHWHILE, Plan, fits, plan_of
 from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.memory import fullest_stage
 from lightning_parallel.planner.runnable import missing
+from lightning_parallel.planner.stages import stage_parameters
 from lightning_parallel.planner.variants import (
     group_sizes,
     micro_batches,
@@ -91,6 +92,7 @@ class _Search:
             if sizes.pipeline == 1 and only_pipelines(self.fixed):
                 continue
             try:
+                stage_parameters(self.job.shape, sizes)
                 for arranged, whole in self._arranged(sizes):
                     yield from self._ordered(arranged, whole)
             except ValueError:

@@ -32,12 +32,21 @@ _NAMES = {
 }
 
 
-def shape_from_config(config: Config, *, seq: int = 0) -> ModelShape:
+# Fields whose other values change the parameters in ways that are not counted here.
+_ONLY: dict[str, dict[str, bool]] = {
+    "gpt2": {"add_cross_attention": False},
+    "opt": {"do_layer_norm_before": True, "enable_bias": True, "layer_norm_elementwise_affine": True},
+    "phi": {"qk_layernorm": False},
+}
+
+
+def shape_from_config(config: Config, *, seq: int = 0, counted: bool = True) -> ModelShape:
     """The shape of the causal language model that a configuration describes.
 
     Args:
         config: the fields of a transformers configuration, with its ``model_type``.
         seq: tokens per sequence; 0 takes the positions of the configuration, at most 8192.
+        counted: the parameters follow from the configuration, so that no field may change them in an unknown way.
 
     Raises:
         ValueError: a family whose parameters are not known here, or a field is missing.
@@ -51,6 +60,11 @@ def shape_from_config(config: Config, *, seq: int = 0) -> ModelShape:
             f"the parameters of model_type {family!r} are not known (closest: {close_names(str(family), FAMILIES)}); "
             f"known are {known}; for another model give its sizes, or build it on the meta device"
         )
+    for name, usual in _ONLY.get(str(family), {}).items():
+        if counted and bool(config.get(name, usual)) != usual:
+            raise ValueError(
+                f"{family} with {name}={config[name]} is not counted here; build it on the meta device instead"
+            )
     sizes = {name: _first(config, name) for name in ("layers", "hidden", "heads", "vocab")}
     if family == "opt" and config.get("word_embed_proj_dim", sizes["hidden"]) != sizes["hidden"]:
         raise ValueError("an OPT whose embedding is narrower than its blocks is not known; give its sizes instead")
@@ -77,13 +91,18 @@ def shape_from_file(path: Path, *, seq: int = 0) -> ModelShape:
         raise ValueError(f"{file} cannot be read ({error.strerror}); name a config.json or its folder") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} holds no configuration but a {type(config).__name__}")
     return shape_from_config(config, seq=seq)
 
 
 def _first(config: Config, name: str, default: int | None = None) -> int:
     for key in _NAMES[name]:
-        if config.get(key) is not None:
-            return int(config[key])
+        value = config.get(key)
+        if isinstance(value, (int, float)):
+            return int(value)
+        if value is not None:
+            raise ValueError(f"the configuration's {key} is {value!r}, which is no number")
     if default is None:
         raise ValueError(f"the configuration names no {name}; it needs {' or '.join(_NAMES[name])}")
     return default
@@ -154,10 +173,11 @@ def _falcon(config: Config) -> dict[str, Any]:
         kv_heads = int(bool(config.get("multi_query", True)))
     bias = bool(config.get("bias", False))
     parallel = bool(config.get("parallel_attn", True)) and not newer
+    shared_norm = newer and config.get("num_ln_in_parallel_attn") == 1
     return {
         "tied": bool(config.get("tie_word_embeddings", True)),
         "kv_heads": kv_heads,
-        "norms_per_layer": 1 if parallel else 2,
+        "norms_per_layer": 1 if parallel or shared_norm else 2,
         "qkv_bias": bias,
         "output_bias": bias,
         "mlp_bias": bias,
@@ -179,11 +199,10 @@ def _starcoder2(config: Config) -> dict[str, Any]:
 
 
 def _mpt(config: Config) -> dict[str, Any]:
-    # MPT's layer norms and linear layers have no biases.
-    ratio = int(config.get("expansion_ratio", 4))
+    # MPT's layer norms and linear layers have no biases; transformers builds four hidden widths whatever is named.
     return {
         "tied": bool(config.get("tie_word_embeddings", True)),
-        "ffn": ratio * _first(config, "hidden"),
+        "ffn": 4 * _first(config, "hidden"),
         "norm": "rms",
         "qkv_bias": False,
         "output_bias": False,

@@ -20,7 +20,7 @@ from lightning_parallel.planner.memory import StageMemory, fullest_stage, host_b
 from lightning_parallel.planner.units import memory_text, plural
 from lightning_parallel.planner.variants import micro_batches, orders, recomputes, sequence_parallelism
 
-__all__ = ["USABLE_MEMORY", "WORTHWHILE", "Plan", "Rejected", "best_variant", "fits", "plan_of"]
+__all__ = ["USABLE_MEMORY", "WORTHWHILE", "Plan", "Rejected", "best_variant", "fits", "has_room", "plan_of"]
 
 # Part of the memory that may be planned: the rest is for what the allocator and the driver do unasked.
 USABLE_MEMORY = 0.96
@@ -65,6 +65,20 @@ def plan_of(job: TrainingJob, split: Candidate) -> Plan:
 def fits(job: TrainingJob, split: Candidate, worst: StageMemory) -> bool:
     """Whether the GPUs hold the worst stage of a split, and the hosts what is offloaded."""
     return worst.total <= _usable(job) and not _host_lacks(job, split)
+
+
+def has_room(job: TrainingJob, base: Candidate, fixed: Mapping[str, Any]) -> bool:
+    """Whether any variant of a layout fits, whatever its time: the smallest micro-batch or the whole batch."""
+    try:
+        sizes = micro_batches(job, base, fixed)
+        for size in sorted({*sizes[:1], *sizes[-1:]}):
+            for variant, _ in _arranged(job, replace(base, micro_batch=size), fixed):
+                splits = (replace(variant, recompute=recompute) for recompute in recomputes(fixed))
+                if any(fits(job, split, fullest_stage(job, split)) for split in splits):
+                    return True
+    except ValueError:
+        return False
+    return False
 
 
 def best_variant(job: TrainingJob, base: Candidate, fixed: Mapping[str, Any]) -> Plan | Rejected:

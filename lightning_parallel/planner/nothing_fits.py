@@ -9,7 +9,7 @@ from typing import Any
 from lightning_parallel.planner.hardware import GIB
 from lightning_parallel.planner.job import TrainingJob
 from lightning_parallel.planner.memory import EXACT_TERMS
-from lightning_parallel.planner.search import USABLE_MEMORY, Plan, SearchResult, runnable_layouts
+from lightning_parallel.planner.search import USABLE_MEMORY, Plan, SearchResult, anything_fits, runnable_layouts
 from lightning_parallel.planner.units import device_word, memory_text, plural
 
 __all__ = ["states_text", "why_nothing_fits"]
@@ -139,7 +139,7 @@ def _more_nodes(result: SearchResult) -> Iterator[str]:
         return
     for nodes in range(max(job.cluster.nodes + 1, least), MOST_NODES + 1):
         larger = replace(job, cluster=replace(job.cluster, nodes=nodes), global_batch=job.global_batch * nodes)
-        plan = _fastest(larger, {})
+        plan = _fastest(larger, {}) if anything_fits(larger, {"offload": "none"}) else None
         if plan is not None:
             split = plan.split
             yield (

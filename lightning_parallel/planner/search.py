@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_parallel.layout import choices_text, divisors
 from lightning_parallel.planner.beyond import Beyond, faster_elsewhere
-from lightning_parallel.planner.fitting import USABLE_MEMORY, Plan, Rejected, best_variant
+from lightning_parallel.planner.fitting import USABLE_MEMORY, Plan, Rejected, best_variant, has_room
 from lightning_parallel.planner.job import TrainingJob
 from lightning_parallel.planner.runnable import missing, unrunnable
 from lightning_parallel.planner.units import device_word, plural
@@ -22,6 +22,7 @@ __all__ = [
     "Plan",
     "Rejected",
     "SearchResult",
+    "anything_fits",
     "rank_layouts",
     "runnable_layouts",
     "search",
@@ -72,6 +73,10 @@ def search(job: TrainingJob, fixed: Mapping[str, Any] | None = None) -> SearchRe
     unknown = sorted(set(given) - set(FIXABLE))
     if unknown:
         raise ValueError(f"{', '.join(unknown)} cannot be fixed; use {', '.join(FIXABLE)}")
+    if given.get("offload", "none") != "none" and given.get("zero_stage") == 0:
+        raise ValueError(
+            f"offload {given['offload']} moves what is sharded, but ZeRO stage 0 shards nothing; use 2 or 3"
+        )
     result = _without_offload_if_possible(job, given)
     offload = result.plans[0].split.offload if result.plans else given.get("offload", "none")
     limit = result.plans[0].time.total if result.plans else inf
@@ -106,6 +111,15 @@ def runnable_layouts(job: TrainingJob, fixed: Mapping[str, Any]) -> SearchResult
         rejected += [Rejected(p.split, why) for p in plans if (why := unrunnable(job, p.split))]
         plans = [plan for plan in plans if not missing(job, plan.split)]
     return replace(result, plans=tuple(plans), rejected=tuple(rejected))
+
+
+def anything_fits(job: TrainingJob, fixed: Mapping[str, Any]) -> bool:
+    """Whether `rank_layouts` would find a plan, in a part of its time."""
+    return any(
+        has_room(job, replace(sizes, zero_stage=stage), fixed)
+        for sizes in group_sizes(job, fixed)
+        for stage in zero_stages(sizes, fixed)
+    )
 
 
 def rank_layouts(job: TrainingJob, fixed: Mapping[str, Any]) -> SearchResult:
