@@ -73,9 +73,13 @@ def has_room(job: TrainingJob, base: Candidate, fixed: Mapping[str, Any]) -> boo
         sizes = micro_batches(job, base, fixed)
         for size in sorted({*sizes[:1], *sizes[-1:]}):
             for variant, _ in _arranged(job, replace(base, micro_batch=size), fixed):
-                splits = (replace(variant, recompute=recompute) for recompute in recomputes(fixed))
-                if any(fits(job, split, fullest_stage(job, split)) for split in splits):
-                    return True
+                for recompute in recomputes(fixed):
+                    split = replace(variant, recompute=recompute)
+                    worst = fullest_stage(job, split)
+                    if fits(job, split, worst):
+                        return True
+                    if worst.states + job.cluster.gpu.context_gib * GIB > _usable(job):
+                        return False  # of every variant
     except ValueError:
         return False
     return False

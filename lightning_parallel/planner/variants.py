@@ -86,7 +86,7 @@ def only_pipelines(fixed: Fixed) -> bool:
     return "pipeline" not in fixed and bool(fixed.keys() & {"schedule", "virtual_stages"})
 
 
-def micro_batches(job: TrainingJob, base: Candidate, fixed: Fixed) -> list[int]:
+def micro_batches(job: TrainingJob, base: Candidate, fixed: Fixed) -> Sequence[int]:
     """Sequences of a micro-batch, ascending; none when the batch does not split over the replicas."""
     if "micro_batch" in fixed:
         return [fixed["micro_batch"]]

@@ -248,6 +248,9 @@ def test_launch_variables_must_fit_together(environment: dict[str, str], text: s
         ("plan --params 7e9 --price inf", "argument --price: inf is not within"),
         ("plan --params 7e9 --trainable 2", "trainable is a part above 0 and up to 1, got 2.0; use 1.0"),
         ("plan --params 7e9 --schedule 1f1b --virtual-stages 4", "schedule 1f1b has one model chunk per rank, got"),
+        ("plan --module ..x:Y", "--module ..x:Y cannot be imported: "),
+        ("plan --module .:Y", "--module .:Y names no class of a module; write package.module:Class"),
+        ("plan --layers 4 --hidden 256 --heads 6", "hidden 256 is not a multiple of 6 heads; name the head_dim"),
         ("plan --params 7e9 --zero 5", "argument --zero: invalid choice: 5"),
         ("explain bubble --stages 0", "argument --stages: 0 is not within 1 .. 64"),
         ("explain ring --ranks 100000", "argument --ranks: 100000 is not within 1 .. 64"),
@@ -325,6 +328,36 @@ for arguments in ("plan --config gpt2", "plan --module a:B", "scaling plot"):
     assert [next(n for n in ("transformers", "torch", "numpy") if n in line) for line in errors] == [
         "transformers", "torch", "numpy"
     ]  # fmt: skip
+
+
+def test_heads_of_their_own_width_are_planned_by_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(
+            [
+                "plan",
+                "--layers",
+                "4",
+                "--hidden",
+                "256",
+                "--heads",
+                "6",
+                "--kv-heads",
+                "3",
+                "--head-dim",
+                "32",
+                "--json",
+            ]
+        )
+        == 0
+    )
+    assert json.loads(capsys.readouterr().out)["model"]["head_dim"] == 32
+
+
+def test_what_is_faster_and_not_run_here_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--params", "7e9", "--pp", "4", "--global-batch", "64"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "faster, but nothing here runs them" in text
+    assert "the schedule interleaved with" in text
 
 
 def test_every_option_of_plan_is_explained(capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,6 +58,18 @@ def test_configurations_of_transformers_count_as_measured(model: dict) -> None:
     assert shape_from_config(model["config"]).parameters == model["parameters"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "parameters"),
+    [
+        ({"new_decoder_architecture": True, "num_kv_heads": 2}, 142_528),
+        ({"new_decoder_architecture": True, "num_kv_heads": 4, "num_ln_in_parallel_attn": 1}, 154_432),
+    ],
+)
+def test_falcons_count_as_transformers_builds_them(changes: dict, parameters: int) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": 101}
+    assert shape_from_config({"model_type": "falcon", **sizes, **changes}).parameters == parameters
+
+
 def test_a_file_and_its_folder_give_the_same_shape(tmp_path: Path) -> None:
     config = next(model["config"] for model in MEASURED if model["config"]["model_type"] == "gpt2")
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -74,6 +86,8 @@ def test_a_file_and_its_folder_give_the_same_shape(tmp_path: Path) -> None:
         ({"model_type": "llama", "hidden_size": 8}, "names no layers"),
         ({"model_type": "opt", "hidden_size": 8, "word_embed_proj_dim": 4, "num_hidden_layers": 1,
           "num_attention_heads": 1, "vocab_size": 5}, "narrower"),
+        ({"model_type": "opt", "enable_bias": False}, "opt with enable_bias=False is not counted here"),
+        ({"model_type": "llama", "num_hidden_layers": "x"}, "num_hidden_layers is 'x', which is no number"),
     ],
 )  # fmt: skip
 def test_unknown_configurations_are_refused(config: dict, text: str) -> None:
@@ -83,6 +97,9 @@ def test_unknown_configurations_are_refused(config: dict, text: str) -> None:
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
+        shape_from_file(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match="holds no configuration but a list"):
         shape_from_file(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="not JSON"):

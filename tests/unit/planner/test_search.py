@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -233,6 +234,23 @@ def test_many_data_for_a_small_model_are_read_in_parallel() -> None:
     assert (best.tensor, best.pipeline, best.data) == (1, 1, 64)
     (sentence,) = advice(result)
     assert sentence.startswith("Data parallel over 64 GPUs: the whole model fits on one GPU")
+    assert "so they only have to share gradients once a step" in sentence
+    page = Path(__file__).resolve().parents[3] / "docs" / "planner.md"
+    assert "the whole model fits on one and GPUs share gradients once a step" in " ".join(page.read_text().split())
+
+
+def test_nodes_of_six_gpus_are_planned() -> None:
+    """Some sizes split the GPUs and not the heads; these are rejected, and no gain."""
+    job = TrainingJob(typical_shape(7e9), Cluster(find_gpu("h100-80gb"), gpus_per_node=6, nodes=3), 36)
+    result = search(job)
+    assert all(plan.split.tensor in (1, 2) for plan in result.plans)
+    assert all(entry.plan.split.tensor in (1, 2) for entry in result.beyond)
+    assert any("head count 32 cannot be split" in entry.reason for entry in result.rejected)
+
+
+def test_offload_without_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match="offload cpu moves what is sharded, but ZeRO stage 0 shards nothing"):
+        search(JOB, {"offload": "cpu", "zero_stage": 0})
 
 
 def test_seventy_billion_need_tensor_parallelism_and_more_nodes_or_offload_to_train() -> None:
