@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
 from lightning_parallel import comm
@@ -21,10 +23,12 @@ from lightning_parallel.strategies.base import PartitionedStrategy
 __all__ = [
     "BatchCounter",
     "CountingCallback",
+    "StepTokens",
     "TokenCallback",
     "count_candidate",
     "count_parameters",
     "count_tokens",
+    "last_step",
     "log_interval",
     "num_replicas",
     "refuse_unwritable",
@@ -42,14 +46,14 @@ def count_tokens(batch: Any) -> int:
         batch: whole numbers (B, T), a tuple that starts with them, or a mapping with "input_ids", "tokens" or "labels".
 
     Raises:
-        ValueError: no such tensor; then a function of the batch is needed.
+        ValueError: no such tensor, as with images or masks; then a function of the batch is needed.
     """
     ids = batch
     if isinstance(batch, Mapping):
         ids = next((batch[key] for key in TOKEN_KEYS if key in batch), None)
     elif isinstance(batch, Sequence) and len(batch) > 0:
         ids = batch[0]
-    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dim() < 2:
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool or ids.dim() != 2:
         raise ValueError(
             f"cannot tell the number of tokens of a batch of type {type(batch).__name__}; pass a function of the "
             "batch, for example tokens_fn=lambda batch: batch['input_ids'].numel()"
@@ -60,6 +64,20 @@ def count_tokens(batch: Any) -> int:
 def log_interval(trainer: Trainer) -> int:
     """Optimizer steps between logged values, at least 1."""
     return max(1, int(getattr(trainer, "log_every_n_steps", 1)))
+
+
+def last_step(trainer: Trainer) -> float | None:
+    """The optimizer step after which the Trainer ends a run by itself; infinite if never, None if nobody knows."""
+    if trainer.max_epochs != -1 and _accumulation_changes(trainer):
+        return None
+    steps = trainer.estimated_stepping_batches
+    return None if steps < 0 else float(steps)  # negative: epochs of data without a size
+
+
+def _accumulation_changes(trainer: Trainer) -> bool:
+    """The Trainer estimates its steps by the accumulation of the present epoch."""
+    found = (c for c in _compat.callbacks_of(trainer) if isinstance(c, GradientAccumulationScheduler))
+    return any(len(set(scheduler.scheduling.values())) > 1 for scheduler in found)
 
 
 def num_replicas(trainer: Trainer) -> int:
@@ -91,9 +109,12 @@ def refuse_twins(trainer: Trainer, callback: Callback) -> None:
         )
 
 
-def refuse_unwritable(trainer: Trainer, table: Path) -> None:
-    """Raises ValueError on every rank if rank 0 cannot add rows to a file: before the run and not after it."""
-    reason = trainer.strategy.broadcast(why_unwritable(table) if trainer.is_global_zero else "")
+def refuse_unwritable(trainer: Trainer, file: Path, columns: Sequence[str] = ()) -> None:
+    """Raises ValueError on every rank if rank 0 cannot write a file, or add rows of these columns to it.
+
+    Before the run and not after it.
+    """
+    reason = trainer.strategy.broadcast(why_unwritable(file, columns) if trainer.is_global_zero else "")
     if reason:
         raise ValueError(reason)
 
@@ -147,6 +168,10 @@ class BatchCounter:
     def __init__(self, params: float | None = None, tokens_fn: Callable[[Any], int] | None = None) -> None:
         if params is not None:
             check_range("params", params, COUNTS, "124e6; leave it out to have them counted")
+        if tokens_fn is not None and not callable(tokens_fn):
+            raise ValueError(
+                f"tokens_fn={tokens_fn!r} must be a function of a batch, such as lambda batch: batch.numel()"
+            )
         self._given = params
         self.params = params
         self.tokens_fn = tokens_fn or count_tokens
@@ -196,9 +221,13 @@ class BatchCounter:
     def begin(self, batch: Any) -> None:
         """A batch of this replica begins; one that began before and did not finish was skipped."""
         tokens = self.tokens_fn(batch)
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
+        if isinstance(tokens, bool) or not isinstance(tokens, Integral) or tokens < 0:
             raise ValueError(f"tokens_fn returned {tokens!r}; it must return a whole number of tokens, such as numel()")
-        self._running = [tokens, batch_size(batch) or 0]
+        self._running = [int(tokens), batch_size(batch) or 0]
+
+    def skip(self) -> None:
+        """A batch that began and did not end is not going to be trained on."""
+        self._running = [0, 0]
 
     def finish(self) -> None:
         """The batch was trained on."""
@@ -211,6 +240,45 @@ class BatchCounter:
         tokens, samples = sum_over_replicas(trainer, *self._counted)
         self._counted = [0, 0]
         return tokens, samples
+
+
+class StepTokens:
+    """Counts the tokens of the first optimizer step of a run, where batches show theirs.
+
+    Args:
+        tokens_fn: tokens of a batch; `count_tokens` if None, and batches without visible tokens are not counted.
+    """
+
+    def __init__(self, tokens_fn: Callable[[Any], int] | None = None) -> None:
+        self._counter = BatchCounter(tokens_fn=tokens_fn)
+        self._may_fail = tokens_fn is None
+        self._step: int | None = None
+        self._unknown = 0
+
+    def start(self, trainer: Trainer) -> None:
+        """A run begins."""
+        self._counter.forget()
+        self._step, self._unknown = trainer.global_step, 0
+
+    def begin(self, batch: Any) -> None:
+        """A batch of this replica begins."""
+        if self._step is None:
+            return
+        try:
+            self._counter.begin(batch)
+        except ValueError:
+            if not self._may_fail:
+                raise
+            self._unknown = 1
+
+    def end(self, trainer: Trainer) -> float | None:
+        """Tokens of all replicas when the first step is over; None before, after, and if they cannot be told."""
+        self._counter.finish()
+        if self._step is None or trainer.global_step == self._step:
+            return None
+        self._step = None
+        tokens, _ = self._counter.take(trainer)
+        return None if sum_over_replicas(trainer, self._unknown)[0] else tokens
 
 
 class CountingCallback(Callback):
@@ -242,6 +310,10 @@ class CountingCallback(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Looks at this replica's batch."""
         self._counter.begin(batch)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forgets a batch at which the module ended its epoch, by returning -1 when it began."""
+        self._counter.skip()
 
 
 class TokenCallback(CountingCallback):

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_parallel.callbacks.counting import BatchCounter, TokenCallback, refuse_unwritable
 from lightning_parallel.scaling.checks import COUNTS, check_range
 from lightning_parallel.scaling.laws import FLOPS_PER_PARAM_AND_TOKEN
-from lightning_parallel.scaling.runs import Run, append_run
+from lightning_parallel.scaling.runs import COLUMNS, Run, append_run
 
 __all__ = ["ScalingLawRecorder"]
 
@@ -62,7 +62,7 @@ class ScalingLawRecorder(TokenCallback):
         """
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
-            refuse_unwritable(trainer, self.path)
+            refuse_unwritable(trainer, self.path, COLUMNS)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Counts the parameters."""

@@ -12,6 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_parallel.callbacks.sizer import ChinchillaSizer
+from lightning_parallel.scaling.checks import check_whole
 from lightning_parallel.scaling.micro_batches import candidates, largest_that_fits
 from lightning_parallel.strategies import _compat
 from lightning_parallel.strategies.refusals import refuse_module
@@ -36,8 +38,9 @@ class MicroBatchSizer(Callback):
       run on the split module, on the first batch; a pipeline keeps at least 4 parts per stage while there are samples,
       since its stages would idle otherwise. A resumed run keeps the size of the checkpoint where it still fits.
     - With others (a single device, ddp) the callback sets ``batch_size``, an attribute of the module or datamodule that
-      its ``train_dataloader`` uses, and ``accumulate_grad_batches``. A trial takes a copy of the model. Where ranks
-      share the model in another way (fsdp, deepspeed) a step on one of them says nothing about memory: refused.
+      its ``train_dataloader`` uses, and ``accumulate_grad_batches``, until the run ends. A trial takes a copy of the
+      model. Where ranks share the model in another way (fsdp, deepspeed) a step on one of them says nothing about
+      memory: refused. A `ChinchillaSizer` has to come first.
 
     Args:
         limit: largest micro-batch to try; the samples of an optimizer step if None.
@@ -45,14 +48,11 @@ class MicroBatchSizer(Callback):
     """
 
     def __init__(self, limit: int | None = None, optimizer_bytes: int = OPTIMIZER_BYTES) -> None:
-        if limit is not None and (isinstance(limit, bool) or limit < 1) or optimizer_bytes < 0:
-            raise ValueError(
-                f"limit={limit!r} and optimizer_bytes={optimizer_bytes!r} must be at least 1 and 0, such as 64 and 8"
-            )
-        self.limit = limit
-        self.optimizer_bytes = optimizer_bytes
+        self.limit = None if limit is None else check_whole("limit", limit, 1, "64")
+        self.optimizer_bytes = check_whole("optimizer_bytes", optimizer_bytes, 0, "8")
         self.micro_batch: int | None = None
         self._before: int | None = None
+        self._of_user: tuple[Any, int, int] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuses what cannot be sized; where ranks hold whole models, searches and sets batch size and accumulation.
@@ -63,10 +63,12 @@ class MicroBatchSizer(Callback):
         if stage != "fit":
             return
         _refuse(trainer, pl_module)
-        self.micro_batch = self._before = None
+        self.micro_batch = self._before = self._of_user = None
         if isinstance(trainer.strategy, TensorPipelineStrategy):
             return  # the module is not split yet
+        self._refuse_later_sizer(trainer)
         holder = _holder(trainer, pl_module)
+        self._of_user = (holder, holder.batch_size, trainer.accumulate_grad_batches)
         samples = holder.batch_size * trainer.accumulate_grad_batches
         best = self._search(trainer, samples, lambda size: self._try(trainer, pl_module, size))
         holder.batch_size = best
@@ -74,6 +76,21 @@ class MicroBatchSizer(Callback):
         rank_zero_info(
             f"MicroBatchSizer: {samples} samples per replica and optimizer step in {samples // best} batches of {best}"
         )
+
+    def _refuse_later_sizer(self, trainer: Trainer) -> None:
+        callbacks = _compat.callbacks_of(trainer)
+        if any(isinstance(later, ChinchillaSizer) and later.resize for later in callbacks[callbacks.index(self) :]):
+            raise ValueError(
+                "MicroBatchSizer would try a model whose size ChinchillaSizer has not chosen yet; put ChinchillaSizer "
+                "before it in callbacks"
+            )
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Gives batch size and accumulation back, so that another run begins with the global batch of the user."""
+        if self._of_user is not None:
+            holder, size, accumulated = self._of_user
+            holder.batch_size, trainer.accumulate_grad_batches = size, accumulated
+            self._of_user = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Searches on the split module, and divides its batches.

@@ -11,10 +11,11 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_parallel.callbacks.counting import BatchCounter, TokenCallback, log_interval
+from lightning_parallel.callbacks.compute_budget import last_step_of_budgets
+from lightning_parallel.callbacks.counting import BatchCounter, TokenCallback, last_step, log_interval
 from lightning_parallel.scaling.laws import DEFAULT_LAW, Law, get_law
 from lightning_parallel.scaling.meter import RateWindow
-from lightning_parallel.scaling.outlook import Outlook, outlook
+from lightning_parallel.scaling.outlook import Outlook, caveat, loss_band, outlook
 
 __all__ = ["ScalingMonitor"]
 
@@ -23,8 +24,9 @@ class ScalingMonitor(TokenCallback):
     """Logs ``scaling/...``: tokens, tokens per parameter, FLOPs, expected loss now and at the end, and the time left.
 
     At the end it says in one sentence whether the run was undertrained, near-optimal or overtrained, and how the
-    observed loss compares. A run whose end nobody knows (iterable data without a size and no ``max_steps``) is judged
-    by what it has seen, without a prediction of its end.
+    observed loss compares. The end is that of the Trainer, or of a `ComputeBudget` beside this if it is nearer. A run
+    whose end nobody knows (iterable data without a size and no ``max_steps``, accumulation that changes between epochs)
+    is judged by what it has seen, without a prediction of its end.
 
     Args:
         law: name of a law, or a `Law` of a fit of one's own; the loss of published laws is that of their data and
@@ -76,7 +78,10 @@ class ScalingMonitor(TokenCallback):
         """Says how the run was sized."""
         self._look(trainer)
         if self.outlook is not None:
-            rank_zero_info(f"ScalingMonitor: {self.outlook.now}{self._comparison(trainer, self.outlook.now.loss)}")
+            rank_zero_info(
+                f"ScalingMonitor: {self.outlook.now}{self._comparison(trainer, self.outlook.now.loss)}"
+                f"{caveat(self.outlook.flops, self.law)}"
+            )
 
     def _look(self, trainer: Trainer) -> None:
         before, steps = self.tokens, trainer.global_step - self._steps
@@ -90,13 +95,16 @@ class ScalingMonitor(TokenCallback):
         self.outlook = outlook(self._counter.size, self.tokens, self._planned(trainer), speed, self.law)
 
     def _planned(self, trainer: Trainer) -> float | None:
-        steps = trainer.estimated_stepping_batches
-        if steps < 0 or math.isinf(steps) or trainer.global_step == 0:  # negative: data without a size
+        by_itself = last_step(trainer)
+        if by_itself is None or trainer.global_step == 0:
             return None
-        return self.tokens * max(1.0, steps / trainer.global_step)
+        steps = min(by_itself, last_step_of_budgets(trainer))
+        return None if math.isinf(steps) else self.tokens * max(1.0, steps / trainer.global_step)
 
     def _comparison(self, trainer: Trainer, expected: float) -> str:
         observed = trainer.callback_metrics.get(self.loss)
         if not isinstance(observed, torch.Tensor):
             return ""
-        return f"; observed {self.loss} {float(observed):.4f}, {float(observed) - expected:+.4f} from the expected one"
+        text = f"; observed {self.loss} {float(observed):.4f}, {float(observed) - expected:+.4f} from the expected one"
+        low, high = loss_band(self._counter.size, self.tokens, self.law)
+        return text if low == high else f"{text} (published fits: {low:.4f} .. {high:.4f})"

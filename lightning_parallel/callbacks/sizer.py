@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_parallel.callbacks.counting import count_candidate, count_parameters
+from lightning_parallel.callbacks.counting import StepTokens, count_candidate, count_parameters, last_step
+from lightning_parallel.scaling.checks import check_whole
+from lightning_parallel.scaling.outlook import caveat
 from lightning_parallel.scaling.plan import SizingGoal, SizingPlan, Suggestion, suggestion
 from lightning_parallel.scaling.shapes import AspectRule, Shape
 from lightning_parallel.scaling.speeds import Speed, first_speed
@@ -18,6 +20,8 @@ from lightning_parallel.scaling.speeds import Speed, first_speed
 __all__ = ["ChinchillaSizer"]
 
 SHAPE_NAMES = {"layers": "layers", "width": "width", "heads": "heads"}
+CLOSE_ENOUGH = 1.5
+"""By how much a step of padded or shifted sequences may differ from what the user counts."""
 
 
 class ChinchillaSizer(Callback):
@@ -29,7 +33,9 @@ class ChinchillaSizer(Callback):
     nothing but the arguments and, where the goal names the file of a `ThroughputMonitor`, the first speed in it, which
     rank 0 reads (later runs may add theirs). It goes into the module's hyperparameters and into checkpoints.
     Suggestions for the global batch and the learning rate are printed and kept in ``suggestion``, not applied. A
-    ``max_epochs`` that the user gave still ends the run.
+    ``max_epochs`` still ends the run, and so do the 1000 epochs of a Trainer without one: a warning says so at the
+    start if that is before the last step. Another one says so if the first step has other tokens than expected.
+    Evaluation of a module that is not built yet sizes it as well, so that it takes the weights of a checkpoint.
 
     Args:
         goal: what is fixed.
@@ -37,6 +43,8 @@ class ChinchillaSizer(Callback):
         resize: False keeps the model as it is.
         rule: the aspect-ratio rule, or a function from a number of parameters to hyperparameters.
         names: hyperparameters that hold ``layers``, ``width`` and ``heads``.
+        tokens_fn: tokens of a batch, by which the first step is compared with ``tokens_per_step``; see
+            `lightning_parallel.callbacks.count_tokens`.
 
     Raises:
         ValueError: see the messages; nothing is changed then.
@@ -49,35 +57,70 @@ class ChinchillaSizer(Callback):
         resize: bool = True,
         rule: AspectRule | Callable[[float], Mapping[str, Any]] | None = None,
         names: Mapping[str, str] | None = None,
+        tokens_fn: Callable[[Any], int] | None = None,
     ) -> None:
-        if isinstance(tokens_per_step, bool) or not isinstance(tokens_per_step, int) or tokens_per_step < 1:
-            raise ValueError(f"tokens_per_step={tokens_per_step!r} must be a whole number of at least 1, such as 65536")
+        if not isinstance(goal, SizingGoal):
+            raise ValueError(f"goal={goal!r} must be a SizingGoal, such as SizingGoal(flops=1e18)")
+        if rule is not None and not isinstance(rule, AspectRule) and not callable(rule):
+            raise ValueError(f"rule={rule!r} must be an AspectRule or a function of a number of parameters")
         self.names = {**SHAPE_NAMES, **(names or {})}
         if set(self.names) != set(SHAPE_NAMES):
             raise ValueError(f"names={dict(names or {})!r} may rename {', '.join(SHAPE_NAMES)} only")
         self.goal = goal
-        self.tokens_per_step = tokens_per_step
+        self.tokens_per_step = check_whole("tokens_per_step", tokens_per_step, 1, "65536")
         self.resize = resize
         self.rule = rule or AspectRule()
         self.plan: SizingPlan | None = None
         self.chosen: dict[str, Any] = {}
         self.speed: Speed | None = None
+        self._first_step = StepTokens(tokens_fn)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Chooses, before the model is built."""
+        built = any(True for _ in pl_module.parameters())
         if stage != "fit":
+            if self.resize and not built:
+                self._resized(pl_module, built, self._with_speed(trainer))
             return
         if not pl_module.automatic_optimization:
             raise ValueError(
                 "with manual optimization every optimizer.step() counts as a step, so max_steps cannot be chosen from "
                 "tokens; use automatic optimization, or take the plan from SizingGoal.plan() and set max_steps yourself"
             )
-        built = any(True for _ in pl_module.parameters())
         goal = self._with_speed(trainer)
         params = self._resized(pl_module, built, goal) if self.resize else self._fixed(pl_module, built)
         self.plan = goal.plan(params, self.tokens_per_step)
         self._limit_steps(trainer, self.plan.steps)
         self._announce()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Warns of epochs that end before the steps do."""
+        assert self.plan is not None, "planned at set-up"
+        self._first_step.start(trainer)
+        end = last_step(trainer)
+        if end is not None and end < self.plan.steps:
+            rank_zero_warn(
+                f"max_epochs={trainer.max_epochs} ends the run after {end:.0f} of the {self.plan.steps} steps chosen; "
+                "set max_epochs=-1 to take them all (a Trainer without it takes 1000)"
+            )
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Counts the first step's tokens."""
+        self._first_step.begin(batch)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Warns if the first step is of another size than it was said to be."""
+        tokens = self._first_step.end(trainer)
+        expected = self.tokens_per_step
+        if tokens and not expected / CLOSE_ENOUGH < tokens < expected * CLOSE_ENOUGH:
+            assert self.plan is not None, "planned at set-up"
+            rank_zero_warn(
+                f"the first step had {tokens:.0f} tokens, not tokens_per_step={expected}: like this {self.plan.steps} "
+                f"steps see {self.plan.steps * tokens:.4g} tokens instead of {self.plan.tokens:.4g}; tokens_per_step "
+                "is sequence length x batch size x accumulation x data replicas"
+            )
 
     def _with_speed(self, trainer: Trainer) -> SizingGoal:
         """The goal with the number for a measured speed, which rank 0 finds out for all."""
@@ -153,7 +196,7 @@ class ChinchillaSizer(Callback):
         rank_zero_info(
             f"ChinchillaSizer: {self.plan.why}{measured}; {sizes}; predicted loss {self.plan.loss:.4f}. For Adam, "
             f"{advice.batch_tokens:.3g} tokens per step and a learning rate of {advice.learning_rate:.3g} are usual; "
-            f"steps have {self.tokens_per_step} tokens"
+            f"steps have {self.tokens_per_step} tokens{caveat(self.plan.flops, self.goal.law)}"
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from lightning_parallel.callbacks.counting import BatchCounter, CountingCallback
 from lightning_parallel.scaling.checks import COUNTS, check_range
 from lightning_parallel.scaling.laws import FLOPS_PER_PARAM_AND_TOKEN
 from lightning_parallel.scaling.meter import RateWindow
-from lightning_parallel.scaling.speeds import Speed, append_speed
+from lightning_parallel.scaling.speeds import SPEED_COLUMNS, Speed, append_speed
 
 __all__ = ["ThroughputMonitor"]
 
@@ -62,7 +62,7 @@ class ThroughputMonitor(CountingCallback):
         """Begins anew."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and self.table is not None:
-            refuse_unwritable(trainer, self.table)
+            refuse_unwritable(trainer, self.table, SPEED_COLUMNS)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the clock."""

@@ -21,6 +21,7 @@ from lightning_parallel.scaling import (
     spread,
     verdict,
 )
+from lightning_parallel.scaling.checks import BUDGETS, check_range
 from lightning_parallel.scaling.fit_options import FitOptions
 from lightning_parallel.scaling.runs import drop_worst, read_runs
 from lightning_parallel.scaling.sizing import BUDGETS_OF_NOTE
@@ -133,7 +134,7 @@ def _optimal(arguments: argparse.Namespace) -> Answer:
     if arguments.inference_tokens is not None:
         cheap = lifetime_optimal(best.loss, arguments.inference_tokens, law)
         data["lifetime"] = asdict(cheap)
-        figures.add_row(*_cells(f"use included (-{cheap.saved:.1%})", cheap.params, cheap.tokens, best.loss))
+        figures.add_row(*_cells(f"use included ({cheap.saved:.1%} saved)", cheap.params, cheap.tokens, best.loss))
     notes = f"{law.name}: {law.source}; loss by {best.loss_law!r}, in nats per token of its own tokenizer"
     return Answer(data, (figures, notes))
 
@@ -171,8 +172,14 @@ def _fit(arguments: argparse.Namespace) -> Answer:
     read = read_runs(arguments.table)
     # Only fits and drawings need numpy.
     from lightning_parallel.scaling.fit import fit_law
-    from lightning_parallel.scaling.isoflop import fit_isoflops
-    from lightning_parallel.scaling.plot import plot_scaling
+    from lightning_parallel.scaling.isoflop import budgets_of, fit_isoflops
+    from lightning_parallel.scaling.plot import check_image, plot_scaling
+
+    # What would be refused after the fit is refused before it, which may take a minute.
+    if arguments.flops is not None:
+        check_range("flops", arguments.flops, BUDGETS, "1e18")
+    if arguments.plot is not None:
+        check_image(arguments.plot)
 
     runs = drop_worst(read.runs, arguments.drop_worst)
     fit = fit_law(runs, FitOptions(arguments.starts, arguments.bootstraps))
@@ -182,8 +189,14 @@ def _fit(arguments: argparse.Namespace) -> Answer:
         sweep, why_not = None, str(error)
     data = {**_constants(fit), "skipped_rows": read.skipped, "dropped_rows": arguments.drop_worst}
     data["isoflop"] = {"why_not": why_not} if sweep is None else _sweep(sweep)
-    text: list[Any] = [_fit_table(fit)]
-    if sweep is not None:
+    text: list[Any] = [_fit_table(fit), f"the fit misses the losses by {fit.deviation:.2%} (root mean square)"]
+    if not fit.has_floor:
+        text.append("E is none: these runs do not show how low the loss can get, so do not predict far beyond them")
+    if read.skipped:
+        text.append(f"{read.skipped} rows without numbers were left out")
+    if sweep is None:
+        text.append(f"no parabolas: {why_not}")
+    else:
         text.append(
             f"parabolas through {len(sweep.valleys)} budgets: N = {sweep.coefficient:.4g} C^{sweep.exponent:.4f}"
         )
@@ -194,8 +207,7 @@ def _fit(arguments: argparse.Namespace) -> Answer:
             f"{best.flops:.4g} FLOPs: {best.params:.4g} parameters, {best.tokens:.4g} tokens, loss {best.loss:.4f}"
         )
     if arguments.plot is not None:
-        budgets = sorted({valley.flops for valley in sweep.valleys}) if sweep else [run.flops for run in runs][:5]
-        image = plot_scaling(arguments.plot, fit.law(), budgets, runs, sweep.valleys if sweep else ())
+        image = plot_scaling(arguments.plot, fit.law(), budgets_of(runs), runs, sweep.valleys if sweep else ())
         data["plot"] = str(image)
         text.append(f"drawn to {image}")
     return Answer(data, tuple(text))
@@ -205,7 +217,7 @@ def _constants(fit: LawFit) -> dict[str, Any]:
     names = ("E", "A", "B", "alpha", "beta", "exponent")
     values = {name: getattr(fit.surface, name) for name in names}
     intervals = {name: fit.interval(lambda law, name=name: float(getattr(law, name))) for name in names}  # type: ignore[misc]
-    return {**values, "objective": fit.objective, "runs": fit.runs, "intervals": intervals}
+    return {**values, "objective": fit.objective, "deviation": fit.deviation, "runs": fit.runs, "intervals": intervals}
 
 
 def _fit_table(fit: LawFit) -> Any:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_parallel.metrics.sums import SumsMetric
+from lightning_parallel.metrics.sums import SumsMetric, single_number
+from lightning_parallel.scaling.checks import check_whole
 
 __all__ = ["BitsPerByte", "PerplexityFromLoss", "TokensSeen"]
 
 
-def _count(name: str, value: Tensor | float) -> Tensor | float:
-    """A number of tokens or bytes; on a device it is not looked at, which would wait for the device."""
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(f"{name} must be a single number, got a tensor of shape {tuple(value.shape)}")
-        return value.detach().reshape(())
-    if isinstance(value, bool) or not value >= 0:
-        raise ValueError(f"{name}={value!r} must be a number of at least 0, such as 2048")
-    return value
+def _nats(loss: Tensor | float, tokens: Tensor | float) -> Tensor | float:
+    """Loss of all tokens of a batch; a batch without one adds nothing, though its mean is NaN."""
+    mean = loss
+    if isinstance(loss, Tensor):
+        if loss.numel() != 1:
+            raise ValueError(f"loss must be the mean over tokens, got a tensor of shape {tuple(loss.shape)}")
+        mean = loss.detach().double().reshape(())
+    elif isinstance(loss, bool) or not isinstance(loss, Real):
+        raise ValueError(f"loss={loss!r} must be a number, such as 2.5")
+    if not isinstance(tokens, Tensor):
+        return mean * tokens if tokens else 0.0
+    return torch.where(tokens == 0, 0.0, mean * tokens)
 
 
 class TokensSeen(SumsMetric):
@@ -51,7 +56,7 @@ class TokensSeen(SumsMetric):
             tokens: token ids or labels of any shape, or a number of tokens.
         """
         if not isinstance(tokens, Tensor):
-            self.add("tokens", int(_count("tokens", tokens)))
+            self.add("tokens", check_whole("tokens", tokens, 0, "2048"))
         elif self.ignore_index is None:
             self.add("tokens", tokens.numel())
         else:
@@ -86,9 +91,8 @@ class PerplexityFromLoss(SumsMetric):
             loss: mean loss per token in nats.
             tokens: number of tokens that it is the mean of.
         """
-        counted = _count("tokens", tokens)
-        value = loss.detach().double() if isinstance(loss, Tensor) else loss
-        self.add("nats", value * counted)
+        counted = single_number("tokens", tokens)
+        self.add("nats", _nats(loss, counted))
         self.add("tokens", counted)
 
     def compute(self) -> Tensor:
@@ -120,10 +124,10 @@ class BitsPerByte(SumsMetric):
             tokens: number of tokens that it is the mean of.
             num_bytes: bytes of the text that these tokens stand for; as many as tokens for a model over bytes.
         """
-        counted = _count("tokens", tokens)
-        value = loss.detach().double() if isinstance(loss, Tensor) else loss
-        self.add("nats", value * counted)
-        self.add("num_bytes", counted if num_bytes is None else _count("num_bytes", num_bytes))
+        counted = single_number("tokens", tokens)
+        size = counted if num_bytes is None else single_number("num_bytes", num_bytes)
+        self.add("nats", _nats(loss, counted))
+        self.add("num_bytes", size)
 
     def compute(self) -> Tensor:
         """Bits per byte, float64; NaN before the first byte."""

@@ -11,10 +11,21 @@ from torchmetrics import Metric
 
 from lightning_parallel import comm
 from lightning_parallel.mesh import world_size
+from lightning_parallel.scaling.checks import check_range
 
-__all__ = ["SumsMetric"]
+__all__ = ["SumsMetric", "single_number"]
 
 BEFORE = "_before"
+MOST = 1e30
+
+
+def single_number(name: str, value: Tensor | float) -> Tensor | float:
+    """A count or a time; on a device it is not looked at, which would wait for the device."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{name} must be a single number, got a tensor of shape {tuple(value.shape)}")
+        return value.detach().reshape(())
+    return check_range(name, value, (0.0, MOST), "2048")
 
 
 class SumsMetric(Metric):

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_parallel.mesh import world_size
-from lightning_parallel.metrics.sums import SumsMetric
+from lightning_parallel.metrics.sums import SumsMetric, single_number
+from lightning_parallel.scaling.checks import COUNTS, check_range
 
 __all__ = ["ModelFlopsUtilization"]
 
@@ -32,11 +33,8 @@ class ModelFlopsUtilization(SumsMetric):
 
     def __init__(self, flops_per_token: float, peak_flops: float, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        for name, value in (("flops_per_token", flops_per_token), ("peak_flops", peak_flops)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise ValueError(f"{name}={value!r} must be a positive number, such as 6e9")
-        self.flops_per_token = float(flops_per_token)
-        self.peak_flops = float(peak_flops)
+        self.flops_per_token = check_range("flops_per_token", flops_per_token, COUNTS, "6e9")
+        self.peak_flops = check_range("peak_flops", peak_flops, COUNTS, "1e15")
         self.add_sum("tokens")
         self.add_sum("device_seconds")
 
@@ -47,11 +45,9 @@ class ModelFlopsUtilization(SumsMetric):
             tokens: tokens of this replica.
             seconds: how long it took them.
         """
-        if not isinstance(seconds, Tensor) and not seconds >= 0:
-            raise ValueError(f"seconds={seconds!r} must be a number of at least 0")
-        devices_per_replica = world_size() // self.replicas
-        self.add("tokens", tokens)
-        self.add("device_seconds", seconds * devices_per_replica)
+        counted, elapsed = single_number("tokens", tokens), single_number("seconds", seconds)
+        self.add("tokens", counted)
+        self.add("device_seconds", elapsed * (world_size() // self.replicas))
 
     def compute(self) -> Tensor:
         """Utilization between 0 and 1, float64; NaN before the first second."""

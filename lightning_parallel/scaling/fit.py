@@ -26,6 +26,9 @@ SIZES_NEEDED = 3
 LEAST_SPREAD = 0.02
 """How far runs must stray from a line in (log N, log D), as a share of their extent along it."""
 LARGEST_EXPONENT = 4.0
+LOWEST_LOG_E = -40.0
+NO_FLOOR = 1e-3
+"""An E below this share of the lowest loss is none: there the objective is flat in log E, and no descent leaves it."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +38,19 @@ class LawFit:
     Attributes:
         surface: the loss with the lowest objective.
         objective: sum of Huber losses of the log loss.
-        runs: number of runs.
+        data: the runs.
         samples: fits of resampled runs.
     """
 
     surface: ParametricLoss
     objective: float
-    runs: int
+    data: tuple[Run, ...]
     samples: tuple[ParametricLoss, ...]
+
+    @property
+    def runs(self) -> int:
+        """Number of runs."""
+        return len(self.data)
 
     def interval(self, figure: Callable[[ParametricLoss], float], level: float = 0.8) -> tuple[float, float] | None:
         """Bootstrap interval of any figure of the law, such as ``lambda law: law(1e9, 2e10)``; None without samples."""
@@ -51,6 +59,17 @@ class LawFit:
         values = [figure(sample) for sample in self.samples]
         low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
         return float(low), float(high)
+
+    @property
+    def deviation(self) -> float:
+        """Root of the mean square of the log loss left over: 0.01 says that the fit is off by 1%."""
+        left = [math.log(self.surface(run.params, run.tokens) / run.loss) for run in self.data]
+        return math.sqrt(sum(r * r for r in left) / len(left))
+
+    @property
+    def has_floor(self) -> bool:
+        """Whether the runs show how low the loss can get."""
+        return self.surface.E / min(run.loss for run in self.data) >= NO_FLOOR
 
     def law(self, name: str = "fit") -> Law:
         """The fit as a law for ``optimal``, ``verdict`` and the rest."""
@@ -86,8 +105,9 @@ def fit_law(runs: Sequence[Run], options: FitOptions | None = None) -> LawFit:
         picked = [runs[index] for index in generator.integers(0, len(runs), len(runs))]
         if _shortage(picked, CONSTANTS) is None:
             again = _Data.of(picked, chosen.delta)
-            samples.append(again.surface(again.descend(again.theta(surface))[1], strict=False))
-    return LawFit(surface, best[0] * chosen.delta**2, len(runs), tuple(samples))
+            ends = [again.descend(start) for start in again.starts_near(surface)]
+            samples.append(again.surface(min(ends, key=lambda found: found[0])[1], strict=False))
+    return LawFit(surface, best[0] * chosen.delta**2, tuple(runs), tuple(samples))
 
 
 def _refuse_undetermined(runs: Sequence[Run]) -> None:
@@ -136,7 +156,18 @@ class _Data:
         """(log A, log B, log E, alpha, beta) with A and B taken at the middle of the runs."""
         s = surface
         log_a, log_b = math.log(s.A) - s.alpha * self.middle[0], math.log(s.B) - s.beta * self.middle[1]
-        return np.array([log_a, log_b, math.log(s.E), s.alpha, s.beta])
+        return np.array([log_a, log_b, math.log(max(s.E, math.exp(LOWEST_LOG_E))), s.alpha, s.beta])
+
+    def starts_near(self, surface: ParametricLoss) -> list[Vector]:
+        """Where the fit of resampled runs begins: at the fit of all, and without a floor also at one of half the loss.
+
+        Else the samples of a fit without a floor would all be without one, as if that were certain.
+        """
+        start, lowest = self.theta(surface), float(self.losses.min())
+        if surface.E / math.exp(lowest) >= NO_FLOOR:
+            return [start]
+        rest = math.log(math.exp(float(self.losses.mean())) - math.exp(lowest) / 2) - math.log(2)
+        return [start, np.array([rest, rest, lowest - math.log(2), *start[3:]])]
 
     def surface(self, theta: Vector, *, strict: bool = True) -> ParametricLoss:
         """Back to constants; refuses exponents at their limits."""
@@ -191,7 +222,7 @@ class _Data:
 
     def descend(self, start: Vector) -> tuple[float, Vector]:
         """Objective (in units of delta^2) and place of the minimum below a start."""
-        limits = [(None, None)] * 3 + [(0.0, LARGEST_EXPONENT)] * 2
+        limits = [(None, None)] * 2 + [(LOWEST_LOG_E, None)] + [(0.0, LARGEST_EXPONENT)] * 2
         accuracy = {"maxiter": 2000, "maxfun": 4000, "ftol": 1e-14, "gtol": 1e-9, "maxcor": 20}
         found = _scipy_optimize().minimize(
             self.value_and_gradient, start, jac=True, method="L-BFGS-B", bounds=limits, options=accuracy

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_parallel.scaling.checks import check_whole
+
 __all__ = ["Convention", "TransformerSize"]
 
 Attention = Literal["full", "causal", "none"]
@@ -57,6 +59,12 @@ class TransformerSize:
     layers: int
     attention_width: int
     context: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("body_params", 1), ("embedding_params", 0), ("head_params", 0)):
+            check_whole(name, getattr(self, name), least, "125_000_000")
+        for name, example in (("layers", "12"), ("attention_width", "768"), ("context", "1024")):
+            check_whole(name, getattr(self, name), 1, example)
 
     def flops_per_token(self, convention: Convention | None = None) -> float:
         """Training FLOPs per token, forward and backward, without recomputation.

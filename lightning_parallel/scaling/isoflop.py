@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_parallel.scaling.laws import DEFAULT_LAW, FLOPS_PER_PARAM_AND_TOKEN, Law, get_law
+from lightning_parallel.scaling.laws import DEFAULT_LAW, Law, get_law
 from lightning_parallel.scaling.runs import Run
 
-__all__ = ["IsoFlopFit", "Valley", "fit_isoflops"]
+__all__ = ["IsoFlopFit", "Valley", "budgets_of", "fit_isoflops"]
 
 SIZES_NEEDED = 3
 BUDGETS_NEEDED = 2
@@ -75,6 +75,22 @@ def fit_isoflops(runs: Sequence[Run]) -> IsoFlopFit:
     return IsoFlopFit(valleys, math.exp(start), float(exponent))
 
 
+def budgets_of(runs: Sequence[Run], most: int = 8) -> list[float]:
+    """The budgets of runs, ascending; of more than ``most``, so many evenly chosen ones, the ends among them.
+
+    >>> [f"{flops:.3g}" for flops in budgets_of([Run.of(1e6, 1e7, 3.0), Run.of(2e6, 5e6, 3.0), Run.of(1e6, 1e8, 2.5)])]
+    ['6e+13', '6e+14']
+    """
+    budgets = [_mean_flops(group) for group in _by_budget(runs)]
+    if len(budgets) <= most:
+        return budgets
+    return [budgets[round(place * (len(budgets) - 1) / (most - 1))] for place in range(most)]
+
+
+def _mean_flops(group: Sequence[Run]) -> float:
+    return math.exp(sum(math.log(run.flops) for run in group) / len(group))
+
+
 def _by_budget(runs: Sequence[Run]) -> list[list[Run]]:
     groups: list[list[Run]] = []
     for run in sorted(runs, key=lambda run: run.flops):
@@ -86,7 +102,9 @@ def _by_budget(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def _valley(group: Sequence[Run]) -> Valley:
-    flops = math.exp(sum(math.log(run.flops) for run in group) / len(group))
+    flops = _mean_flops(group)
+    # FLOPs may have been counted otherwise than 6ND.
+    per_pair = math.exp(sum(math.log(run.flops / run.params / run.tokens) for run in group) / len(group))
     sizes = [math.log10(run.params) for run in group]
     middle = sum(sizes) / len(sizes)
     curve, slope, height = (float(c) for c in np.polyfit([x - middle for x in sizes], [r.loss for r in group], 2))
@@ -102,7 +120,7 @@ def _valley(group: Sequence[Run]) -> Valley:
     return Valley(
         flops,
         params,
-        flops / (FLOPS_PER_PARAM_AND_TOKEN * params),
+        flops / (per_pair * params),
         height - slope**2 / (4 * curve),
         coefficients,
         sizes[0] <= bottom <= sizes[-1],

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
+
+from lightning_parallel.scaling.checks import check_whole
 
 __all__ = ["ROUNDING", "ComputeMeter", "RateWindow", "Rates"]
 
@@ -20,6 +23,7 @@ class ComputeMeter:
         budget: FLOPs that may be spent.
         tokens: tokens of all steps so far.
         largest_step: tokens of the largest step so far.
+        unfinished: tokens of batches since the last step.
 
     >>> meter = ComputeMeter(6.0, budget=100.0)
     >>> [meter.step(tokens) for tokens in (5, 5, 5)]
@@ -32,23 +36,45 @@ class ComputeMeter:
     budget: float
     tokens: float = 0.0
     largest_step: float = 0.0
+    unfinished: float = 0.0
 
     @property
     def flops(self) -> float:
         """FLOPs spent."""
-        return self.flops_per_token * self.tokens
+        return self.flops_per_token * (self.tokens + self.unfinished)
+
+    def clear(self) -> None:
+        """Nothing is spent yet."""
+        self.tokens = self.largest_step = self.unfinished = 0.0
+
+    def add(self, tokens: float) -> None:
+        """Counts batches of the step that is under way."""
+        self.unfinished += tokens
+
+    def end_step(self) -> None:
+        """The step is over."""
+        self.tokens += self.unfinished
+        self.largest_step = max(self.largest_step, self.unfinished)
+        self.unfinished = 0.0
 
     def step(self, tokens: float) -> bool:
         """Counts an optimizer step; returns whether another one still fits, as large as the largest so far."""
-        self.tokens += tokens
-        self.largest_step = max(self.largest_step, tokens)
+        self.add(tokens)
+        self.end_step()
         return self.fits_another
 
     @property
     def fits_another(self) -> bool:
         """Whether a step as large as the largest one would stay within the budget."""
-        following = self.flops_per_token * (self.tokens + self.largest_step)
-        return following <= self.budget * (1 + ROUNDING)
+        return self.steps_left >= 1
+
+    @property
+    def steps_left(self) -> float:
+        """Steps as large as the largest one that stay within the budget; infinite before the first step."""
+        if not self.largest_step:
+            return math.inf
+        left = self.budget * (1 + ROUNDING) - self.flops_per_token * self.tokens
+        return max(0, math.floor(left / (self.flops_per_token * self.largest_step)))
 
 
 @dataclass(frozen=True)
@@ -73,9 +99,8 @@ class RateWindow:
     """
 
     def __init__(self, size: int) -> None:
-        if size < 1:
-            raise ValueError(f"window={size!r} must be at least 1, such as 10")
-        self._marks: deque[tuple[float, float, float, float]] = deque(maxlen=size + 1)
+        kept = check_whole("window", size, 1, "10")
+        self._marks: deque[tuple[float, float, float, float]] = deque(maxlen=kept + 1)
 
     def clear(self) -> None:
         """Another run begins."""

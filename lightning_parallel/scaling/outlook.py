@@ -8,7 +8,10 @@ from lightning_parallel.scaling.laws import DEFAULT_LAW, LAWS, Law, get_law
 from lightning_parallel.scaling.sizing import Verdict, verdict
 from lightning_parallel.scaling.surfaces import ParametricLoss
 
-__all__ = ["Outlook", "loss_band", "outlook"]
+__all__ = ["Outlook", "caveat", "loss_band", "outlook"]
+
+FAR_BELOW = 1e17
+"""FLOPs; the sweeps of Hoffmann et al. begin at 6e18. Kaplan et al. had models of a thousand weights."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,23 @@ def loss_band(params: float, tokens: float, law: str | Law = DEFAULT_LAW) -> tup
     fits = [other.surface for other in LAWS if isinstance(other.surface, ParametricLoss)]
     losses = [own, *(surface(params, tokens) for surface in fits)] if law in (*LAWS, *(x.name for x in LAWS)) else [own]
     return min(losses), max(losses)
+
+
+def caveat(flops: float, law: str | Law = DEFAULT_LAW) -> str:
+    """What is to be said beside a judgement of so small a run by a published law; empty for larger runs and own laws.
+
+    >>> caveat(1e12)
+    "; 1e+12 FLOPs are far less than 'besiroglu' was fitted to: its losses mean nothing there, fit a law of your own"
+    >>> caveat(1e20)
+    ''
+    """
+    judge = get_law(law)
+    if judge not in LAWS or not isinstance(judge.surface, ParametricLoss) or flops >= FAR_BELOW:
+        return ""
+    return (
+        f"; {flops:.3g} FLOPs are far less than {judge.surface_law!r} was fitted to: its losses mean nothing there, "
+        "fit a law of your own"
+    )
 
 
 def outlook(

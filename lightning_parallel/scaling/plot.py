@@ -10,9 +10,9 @@ from typing import Any
 from lightning_parallel.scaling.checks import BUDGETS, check_range
 from lightning_parallel.scaling.isoflop import Valley
 from lightning_parallel.scaling.laws import FLOPS_PER_PARAM_AND_TOKEN, LAWS, Law
-from lightning_parallel.scaling.runs import Run
+from lightning_parallel.scaling.runs import Run, why_unwritable
 
-__all__ = ["plot_scaling"]
+__all__ = ["check_image", "plot_scaling"]
 
 SIDES = 10.0
 """Curves reach from this factor below the optimal size to this factor above it, and to every run."""
@@ -44,22 +44,35 @@ def plot_scaling(
     if not runs:
         for flops in budgets:
             check_range("budgets", flops, BUDGETS, "1e20")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("figures need matplotlib: pip install 'lightning-parallel[plots]'") from error
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    suffix = Path(path).suffix.lstrip(".").lower()
-    if suffix not in canvas.get_supported_filetypes():
-        raise ValueError(f"{str(path)!r} does not end like an image; use for example 'scaling.png'")
+    figure = _new_figure()
+    check_image(path)
     left, right = figure.subplots(1, 2)
     _draw_curves(left, law, sorted(budgets), runs)
     _draw_frontiers(right, law, sorted(budgets), valleys)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     return Path(path)
+
+
+def check_image(path: str | Path) -> None:
+    """Raises ValueError if no image can have this name, ModuleNotFoundError if none can be drawn."""
+    suffix = Path(path).suffix.lstrip(".").lower()
+    if suffix not in _new_figure().canvas.get_supported_filetypes():
+        raise ValueError(f"{str(path)!r} does not end like an image; use for example 'scaling.png'")
+    why_not = why_unwritable(path)
+    if why_not:
+        raise ValueError(why_not)
+
+
+def _new_figure() -> Any:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("figures need matplotlib: pip install 'lightning-parallel[plots]'") from error
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def _draw_curves(axes: Any, law: Law, budgets: Sequence[float], runs: Sequence[Run]) -> None:

@@ -77,6 +77,9 @@ class DataLimitedLaw:
         check_range("params", params, COUNTS, "8.7e9")
         check_range("tokens", tokens, COUNTS, "1e12")
         check_range("unique_tokens", unique_tokens, COUNTS, "1e11")
+        return self._loss(params, tokens, unique_tokens)
+
+    def _loss(self, params: float, tokens: float, unique_tokens: float) -> float:
         seen = min(tokens, unique_tokens)
         return self.surface(self.effective_params(params, seen), self.effective_tokens(tokens, unique_tokens))
 
@@ -92,12 +95,12 @@ class DataLimitedLaw:
         def cost(log_params: float) -> float:
             params = math.exp(log_params)
             tokens = max(1.0, flops / (FLOPS_PER_PARAM_AND_TOKEN * params))
-            return self.loss(params, tokens, unique_tokens)
+            return self._loss(params, tokens, unique_tokens)
 
         params = math.exp(minimise(cost, 0.0, math.log(flops / FLOPS_PER_PARAM_AND_TOKEN)))
         tokens = flops / (FLOPS_PER_PARAM_AND_TOKEN * params)
         epochs = max(1.0, tokens / unique_tokens)
-        return DataLimitedOptimum(params, tokens, epochs, self.loss(params, tokens, unique_tokens), flops, self.source)
+        return DataLimitedOptimum(params, tokens, epochs, self._loss(params, tokens, unique_tokens), flops, self.source)
 
 
 DATA_LIMITED = DataLimitedLaw(

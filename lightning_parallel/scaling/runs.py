@@ -5,13 +5,26 @@ from __future__ import annotations
 import csv
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from lightning_parallel.scaling.laws import FLOPS_PER_PARAM_AND_TOKEN
 
-__all__ = ["Run", "RunTable", "append_row", "append_run", "drop_worst", "is_header", "read_runs", "why_unwritable"]
+__all__ = [
+    "COLUMNS",
+    "Run",
+    "RunTable",
+    "append_row",
+    "append_run",
+    "drop_worst",
+    "is_header",
+    "open_table",
+    "read_runs",
+    "why_unwritable",
+]
 
 COLUMNS = ("params", "tokens", "flops", "loss")
 # Names under which published tables of runs carry the same columns.
@@ -58,9 +71,9 @@ def read_runs(path: str | Path) -> RunTable:
     Rows with an empty cell or NaN among these are left out and counted. A repeated header is none.
 
     Raises:
-        ValueError: a column is missing, or a cell is no positive number.
+        ValueError: a column is missing, a cell is no positive number, or the file is no text in UTF-8.
     """
-    with Path(path).open(newline="") as file:
+    with open_table(path) as file:
         reader = csv.DictReader(file)
         found = _columns(path, reader.fieldnames or ())
         runs, skipped = [], 0
@@ -78,6 +91,22 @@ def read_runs(path: str | Path) -> RunTable:
     return RunTable(tuple(runs), skipped)
 
 
+@contextmanager
+def open_table(path: str | Path) -> Iterator[TextIO]:
+    """A CSV file to read, also with the mark that spreadsheets put in front of UTF-8.
+
+    Raises:
+        ValueError: the file is no text in UTF-8, or no CSV.
+    """
+    try:
+        with Path(path).open(newline="", encoding="utf-8-sig") as file:
+            yield file
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8 ({error}); save it as CSV in UTF-8") from error
+    except csv.Error as error:
+        raise ValueError(f"{path} is no CSV: {error}") from error
+
+
 def _columns(path: str | Path, header: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, aliases in ALIASES:
@@ -86,8 +115,8 @@ def _columns(path: str | Path, header: Sequence[str]) -> dict[str, str]:
                 found.setdefault(name, column)
     if not {"params", "loss"} <= found.keys() or not {"tokens", "flops"} & found.keys():
         raise ValueError(
-            f"{path} has the columns {', '.join(header) or 'none'}; needed are params, loss, and tokens or flops, for "
-            f"example '{','.join(COLUMNS)}'"
+            f"{path} has the columns {', '.join(header) or 'none'}; needed are params, loss, and tokens or flops, "
+            f"separated by commas, for example '{','.join(COLUMNS)}'"
         )
     return found
 
@@ -123,14 +152,33 @@ def append_row(path: str | Path, row: Mapping[str, float]) -> None:
         table.write(line.encode())
 
 
-def why_unwritable(path: str | Path) -> str:
-    """Why rows cannot be added to a file; empty if they can. It makes neither file nor folder."""
+def why_unwritable(path: str | Path, columns: Sequence[str] = ()) -> str:
+    """Why a file cannot be written; empty if it can. It makes neither file nor folder.
+
+    Args:
+        path: of the file.
+        columns: of the rows that are to be added; a file that is there must have the same ones.
+    """
     file = Path(path)
     if file.is_dir():
         return f"{file} is a folder; name a file in it"
     nearest = file if file.exists() else next(folder for folder in file.absolute().parents if folder.exists())
     usable = os.access(nearest, os.W_OK) and (nearest == file or nearest.is_dir())
-    return "" if usable else f"{file} cannot be written: check who may write to {nearest}"
+    if not usable:
+        return f"{file} cannot be written: check who may write to {nearest}"
+    return _other_columns(file, columns) if columns and nearest == file else ""
+
+
+def _other_columns(file: Path, columns: Sequence[str]) -> str:
+    """Under another header a row would be read as what it is not."""
+    try:
+        with open_table(file) as table:
+            header = next(csv.reader(table), [])
+    except (OSError, ValueError) as error:
+        return f"rows cannot be added to {file}: {error}"
+    if not header or tuple(name.strip() for name in header) == tuple(columns):
+        return ""
+    return f"{file} has the columns {', '.join(header)}, not {', '.join(columns)}; name another file"
 
 
 def is_header(row: Mapping[str, str | None]) -> bool:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lightning_parallel.scaling.checks import check_range, check_whole
+
 __all__ = ["AspectRule", "Shape"]
 
 CLOSE_ENOUGH = 2.0
@@ -40,11 +42,9 @@ class AspectRule:
     max_layers: int = 256
 
     def __post_init__(self) -> None:
-        if not self.aspect > 0 or self.head_size < 1 or self.max_layers < 1:
-            raise ValueError(
-                f"aspect={self.aspect!r}, head_size={self.head_size!r} and max_layers={self.max_layers!r} must be "
-                "positive, such as 64, 64 and 256"
-            )
+        check_range("aspect", self.aspect, (1e-3, 1e6), "64")
+        check_whole("head_size", self.head_size, 1, "64")
+        check_whole("max_layers", self.max_layers, 1, "256")
 
     def shape(self, layers: int) -> Shape:
         """The shape of a depth."""

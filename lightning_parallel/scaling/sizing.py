@@ -132,7 +132,7 @@ def lifetime_optimal(loss: float, inference_tokens: float, law: str | Law = DEFA
         tokens,
         FLOPS_PER_PARAM_AND_TOKEN * params * tokens,
         INFERENCE_FLOPS * params * inference_tokens,
-        1 - cost(chosen) / at_start,
+        max(0.0, 1 - cost(chosen) / at_start),
         judge.surface_law,
     )
 

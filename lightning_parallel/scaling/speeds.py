@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from lightning_parallel.scaling.checks import check_range
-from lightning_parallel.scaling.runs import append_row, is_header
+from lightning_parallel.scaling.runs import append_row, is_header, open_table
 
-__all__ = ["RATES", "Speed", "append_speed", "first_speed"]
+__all__ = ["RATES", "SPEED_COLUMNS", "Speed", "append_speed", "first_speed"]
 
 RATES = (1.0, 1e18)
 """FLOPs per second of one device."""
@@ -37,6 +37,9 @@ class Speed:
             check_range(name, getattr(self, name), (1e-9, 1e20), "1e9")
 
 
+SPEED_COLUMNS = tuple(field.name for field in fields(Speed))
+
+
 def append_speed(path: str | Path, speed: Speed) -> None:
     """Adds a measurement to a CSV file; makes the file."""
     append_row(path, asdict(speed))
@@ -50,21 +53,20 @@ def first_speed(path: str | Path) -> Speed:
     Raises:
         ValueError: the file is missing, has other columns or no row, or a cell that is no positive number.
     """
-    names = [field.name for field in fields(Speed)]
     try:
-        with Path(path).open(newline="") as file:
+        with open_table(path) as file:
             row = next((row for row in csv.DictReader(file) if not is_header(row)), {})
     except OSError as error:
         raise ValueError(
             f"the speed of an earlier run cannot be read ({error}); let ThroughputMonitor(table={str(path)!r}) measure "
             "one, or pass flops_per_second as a number such as 4e14"
         ) from error
-    if not set(names) <= set(row):
+    if not set(SPEED_COLUMNS) <= set(row):
         raise ValueError(
             f"{path} holds no speed of a run; let ThroughputMonitor(table=...) measure one, which writes the columns "
-            f"{', '.join(names)}"
+            f"{', '.join(SPEED_COLUMNS)}"
         )
     try:
-        return Speed(**{name: float(row[name] or "nan") for name in names})
+        return Speed(**{name: float(row[name] or "nan") for name in SPEED_COLUMNS})
     except ValueError as error:
         raise ValueError(f"{path}, first row: {error}") from error

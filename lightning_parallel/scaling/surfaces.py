@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from lightning_parallel.scaling.checks import check_range
+
 __all__ = [
     "PETAFLOP_DAY",
     "KaplanLoss",
@@ -47,11 +49,12 @@ class ParametricLoss:
     beta: float
 
     def __post_init__(self) -> None:
+        check_range("E", self.E, (0.0, 1e6), "1.69")
         for name in ("A", "B", "alpha", "beta"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} of a loss E + A/N^alpha + B/D^beta must be positive: with it the "
-                    "loss would not fall as the model or its data grow"
+                    f"{name}={getattr(self, name)!r} of a loss E + A/N^alpha + B/D^beta must be positive and finite: "
+                    "else the loss would not fall as the model or its data grow"
                 )
 
     @property

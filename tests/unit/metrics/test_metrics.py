@@ -125,10 +125,16 @@ def test_a_state_may_be_restored_one_tensor_after_the_other() -> None:
 @pytest.mark.parametrize(
     ("metric", "arguments", "message"),
     [
-        (TokensSeen(), (-1,), "tokens=-1 must be a number of at least 0"),
+        (TokensSeen(), (-1,), "tokens=-1 must be a whole number of at least 0"),
+        (TokensSeen(), (2.5,), "tokens=2.5 must be a whole number"),
+        (PerplexityFromLoss(), (1.0, math.inf), "tokens=inf is not within"),
+        (PerplexityFromLoss(), (torch.ones(3), 3), r"loss must be the mean over tokens, got a tensor of shape \(3,\)"),
+        (BitsPerByte(), ("2", 1), "loss='2' must be a number"),
         (PerplexityFromLoss(), (1.0, torch.ones(2)), r"tokens must be a single number, got a tensor of shape \(2,\)"),
-        (BitsPerByte(), (1.0, 1, -2), "num_bytes=-2 must be a number"),
-        (ModelFlopsUtilization(1.0, 1.0), (1, -1.0), "seconds=-1.0 must be a number of at least 0"),
+        (BitsPerByte(), (1.0, 1, -2), "num_bytes=-2 is not within"),
+        (ModelFlopsUtilization(1.0, 1.0), (torch.ones(3), 1.0), "tokens must be a single number"),
+        (ModelFlopsUtilization(1.0, 1.0), (math.nan, 1.0), "tokens=nan is not within"),
+        (ModelFlopsUtilization(1.0, 1.0), (1, -1.0), "seconds=-1.0 is not within"),
     ],
 )
 def test_bad_counts_are_refused(metric: SumsMetric, arguments: tuple[object, ...], message: str) -> None:
@@ -137,5 +143,18 @@ def test_bad_counts_are_refused(metric: SumsMetric, arguments: tuple[object, ...
 
 
 def test_bad_rates_are_refused() -> None:
-    with pytest.raises(ValueError, match="peak_flops=0 must be a positive number"):
-        ModelFlopsUtilization(1.0, 0)
+    for wrong in (0, math.inf, "1e15"):
+        with pytest.raises(ValueError, match="peak_flops=.* is not within .* such as 1e15"):
+            ModelFlopsUtilization(1.0, wrong)  # type: ignore[arg-type]
+
+
+def test_a_batch_without_a_token_adds_nothing() -> None:
+    """Its mean loss is NaN, as that of `cross_entropy` where every label is ignored."""
+    for loss, tokens in ((torch.tensor(math.nan), torch.tensor(0)), (math.nan, torch.tensor(0)), (math.nan, 0)):
+        perplexity, bits = PerplexityFromLoss(), BitsPerByte()
+        perplexity.update(loss, tokens)
+        bits.update(loss, tokens)
+        perplexity.update(1.0, 5)
+        bits.update(math.log(2), 5)
+        assert float(perplexity.compute()) == pytest.approx(math.e)
+        assert float(bits.compute()) == pytest.approx(1.0)
