@@ -35,6 +35,7 @@ from lightning_parallel.callbacks import ScalingLawRecorder
 from lightning_parallel.scaling import Law, optimal, verdict
 from lightning_parallel.scaling.fit import FitOptions, LawFit, fit_law
 from lightning_parallel.scaling.isoflop import fit_isoflops
+from lightning_parallel.scaling.outlook import caveat
 from lightning_parallel.scaling.plot import plot_scaling
 from lightning_parallel.scaling.runs import Run, read_runs
 
@@ -122,11 +123,15 @@ def show_fit(fit: LawFit, law: Law, console: Console) -> None:
     """The constants, and how far the fit is from the runs it was fitted to."""
     s = fit.surface
     console.print(f"L = {s.E:.3f} + {s.A:.4g} / N^{s.alpha:.3f} + {s.B:.4g} / D^{s.beta:.3f} through {fit.runs} runs")
-    console.print(f"N_opt ~ C^{law.exponent:.3f}, 80% interval {law.exponent_interval}")
+    band = law.exponent_interval
+    around = "" if band is None else f", 80% interval {band[0]:.3f} .. {band[1]:.3f}"
+    console.print(f"N_opt ~ C^{law.exponent:.3f}{around}; the fit misses the losses by {fit.deviation:.1%}")
+    if not fit.has_floor:
+        console.print("E is none: runs as short as these do not show how low the loss can get")
 
 
-def report(predicted: Run, band: tuple[float, float], observed: Run, console: Console) -> None:
-    """Prediction beside observation."""
+def report(predicted: Run, band: tuple[float, float], observed: Run, law: Law, console: Console) -> None:
+    """Prediction beside observation, and what both laws say of the run."""
     rows = Table("", "parameters", "bytes", "loss", "bits per byte", title="ten times the largest budget of the sweep")
     for name, run in (("predicted", predicted), ("observed", observed)):
         rows.add_row(
@@ -141,7 +146,12 @@ def report(predicted: Run, band: tuple[float, float], observed: Run, console: Co
         highlight=False,
         soft_wrap=True,
     )
-    console.print(f"by the published law: {verdict(observed.params, observed.tokens)}", highlight=False, soft_wrap=True)
+    published = f"{verdict(observed.params, observed.tokens)}{caveat(observed.flops)}"
+    for name, text in (
+        ("this sweep", str(verdict(observed.params, observed.tokens, law))),
+        ("the published law", published),
+    ):
+        console.print(f"by {name}: {text}", highlight=False, soft_wrap=True)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -181,7 +191,7 @@ def main() -> None:
     predicted = Run.of(params, tokens, fit.surface(params, tokens))
     band = fit.interval(lambda surface: surface(params, tokens)) or (predicted.loss, predicted.loss)
     observed = train(width, flops, table, arguments)
-    report(predicted, band, observed, console)
+    report(predicted, band, observed, law, console)
     image = plot_scaling(arguments.out / "sweep.png", law, [*arguments.budgets, flops], [*runs, observed], valleys)
     console.print(f"table: {table}, figure: {image}", highlight=False)
 

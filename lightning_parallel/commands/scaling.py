@@ -197,8 +197,10 @@ def _fit(arguments: argparse.Namespace) -> Answer:
     if sweep is None:
         text.append(f"no parabolas: {why_not}")
     else:
+        beyond = sum(not valley.inside for valley in sweep.valleys)
         text.append(
             f"parabolas through {len(sweep.valleys)} budgets: N = {sweep.coefficient:.4g} C^{sweep.exponent:.4f}"
+            + (f"; {beyond} of them have their bottom beyond the sizes that were run" if beyond else "")
         )
     if arguments.flops is not None:
         best = fit.law().optimal(arguments.flops)

@@ -99,7 +99,12 @@ def _draw_frontiers(axes: Any, law: Law, budgets: Sequence[float], valleys: Sequ
         axes.plot(ends, [other.optimal_params(flops) for flops in ends], linewidth=1, alpha=0.7, label=other.name)
     axes.plot(ends, [law.optimal_params(flops) for flops in ends], "k", linewidth=2, label=law.name)
     if valleys:
-        found = [valley.params for valley in valleys]
-        axes.plot([valley.flops for valley in valleys], found, "ks", label="bottoms of the parabolas")
+        for inside, marker, name in (
+            (True, "full", "bottoms of the parabolas"),
+            (False, "none", "beyond the sizes run"),
+        ):
+            found = [(valley.flops, valley.params) for valley in valleys if valley.inside == inside]
+            if found:
+                axes.plot(*zip(*found, strict=True), "ks", fillstyle=marker, label=name)
     axes.set(xscale="log", yscale="log", xlabel="training FLOPs", ylabel="parameters", title="compute-optimal sizes")
     axes.legend(fontsize="small")

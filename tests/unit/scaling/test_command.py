@@ -98,7 +98,27 @@ def test_fit(ask: Any, run_table: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert data["isoflop"]["exponent"] == pytest.approx(0.45 / 0.85, abs=0.03)
     assert image.read_bytes().startswith(PNG)
     assert main(["scaling", "fit", str(run_table), "--drop-worst", "1", *FEW]) == 0
-    assert "through 11 runs" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "through 11 runs" in text
+    assert "the fit misses the losses by 0.00%" in text
+
+
+def test_a_sweep_without_valleys_is_drawn_by_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sizes far above the optimum: no bottom to be seen, but the budgets are still those of the runs."""
+    file, drawn = tmp_path / "runs.csv", []
+    monkeypatch.setattr(
+        "lightning_parallel.scaling.plot._draw_curves", lambda _, law, budgets, runs: drawn.append(budgets)
+    )
+    for flops in (1e15, 1e16, 1e17):
+        for factor, bend in ((10, 0.0), (20, 0.05), (40, 0.0)):
+            params = factor * TRUTH.coefficient * flops**TRUTH.exponent
+            tokens = flops / 6 / params
+            append_run(file, Run.of(params, tokens, TRUTH(params, tokens) * (1 + bend)))
+    assert main(["scaling", "fit", str(file), "--plot", str(tmp_path / "fit.png"), *FEW]) == 0
+    assert "no parabolas: the losses at 1e+15 FLOPs have no lowest point" in capsys.readouterr().out
+    assert drawn == [pytest.approx([1e15, 1e16, 1e17])]
 
 
 def test_plot(ask: Any, run_table: Path, tmp_path: Path) -> None:
@@ -135,6 +155,10 @@ def test_plot(ask: Any, run_table: Path, tmp_path: Path) -> None:
         (["fit", "missing.csv"], "there is no file missing.csv"),
         (["fit", "few.csv"], "need at least 6 different runs"),
         (["plot", "few.csv", "--law", "sqrt"], "leave out --law and --budgets"),
+        # Refused before a fit that may take a minute, not after it.
+        (["fit", "few.csv", "--plot", "figure.xyz"], "'figure.xyz' does not end like an image"),
+        (["fit", "few.csv", "--plot", "few.csv/a.png"], "few.csv/a.png cannot be written: check who may write to"),
+        (["fit", "few.csv", "--flops", "-1"], "flops=-1.0 is not within"),
         (["plot", "--out", "figure.xyz"], "'figure.xyz' does not end like an image; use for example 'scaling.png'"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_parallel.scaling import ParametricLoss, get_law, optimal
 from lightning_parallel.scaling.fit import FitOptions, fit_law, huber_objective
-from lightning_parallel.scaling.isoflop import fit_isoflops
+from lightning_parallel.scaling.isoflop import budgets_of, fit_isoflops
 from lightning_parallel.scaling.runs import Run, append_run, drop_worst, read_runs
 
 TRUTH = ParametricLoss(1.82, 482.01, 2085.43, 0.3478, 0.3658)
@@ -134,6 +134,46 @@ def test_sweeps_without_valleys_are_refused() -> None:
     hill = [Run.of(r.params, r.tokens, 3 - 0.1 * math.log(r.params / optimal(r.flops).params) ** 2) for r in sweep(2)]
     with pytest.raises(ValueError, match="have no lowest point between .*; add smaller and larger models"):
         fit_isoflops(hill)
+
+
+def test_runs_that_do_not_show_a_floor_have_none() -> None:
+    """What is left of the loss is known then, and an interval that might have a floor."""
+    flat = ParametricLoss(0.0, 40.0, 50.0, 0.3, 0.3)
+    runs = [Run.of(n, d, round(flat(n, d), 3)) for n in (1e3, 1e4, 1e5) for d in (1e5, 1e6, 1e7)]
+    fit = fit_law(runs, FitOptions(starts=2, bootstraps=3))
+    assert not fit.has_floor
+    assert fit.deviation < 1e-3
+    assert fit.surface(1e4, 1e6) == pytest.approx(flat(1e4, 1e6), rel=1e-3)
+    assert fit_law(sweep(), QUICK).has_floor
+
+
+def test_budgets_of_runs_are_those_of_the_sweep() -> None:
+    runs = sweep(budgets=3, sizes=5)
+    assert budgets_of(runs) == pytest.approx(sorted({float(f"{run.flops:.6g}") for run in runs}), rel=1e-4)
+    many = [Run.of(1e6, 1e6 * 3**k, 3.0) for k in range(20)]
+    shown = budgets_of(many)
+    assert len(shown) == 8
+    assert (shown[0], shown[-1]) == pytest.approx((many[0].flops, many[-1].flops))
+    # FLOPs that were counted otherwise than 6ND do not change the tokens of an optimum.
+    twice = [Run(run.params, run.tokens, run.loss, 2 * run.flops) for run in runs]
+    for one, other in zip(fit_isoflops(runs).valleys, fit_isoflops(twice).valleys, strict=True):
+        assert (other.params, other.tokens) == pytest.approx((one.params, one.tokens))
+        assert other.flops == pytest.approx(2 * one.flops)
+
+
+def test_tables_of_other_programs(tmp_path: Path) -> None:
+    file = tmp_path / "runs.csv"
+    rows = "params,tokens,loss\r\n1e9,2e10,2.5\r\n"
+    file.write_bytes(b"\xef\xbb\xbf" + rows.encode())
+    assert read_runs(file).runs == (Run.of(1e9, 2e10, 2.5),)
+    for encoded, message in (
+        (rows.encode("utf-16"), "runs.csv is no text in UTF-8 .*; save it as CSV in UTF-8"),
+        (rows.replace(",", ";").encode(), "has the columns params;tokens;loss; .* separated by commas"),
+        (rows.encode() + b'"' + b"1" * 200_000, "runs.csv is no CSV: field larger than"),
+    ):
+        file.write_bytes(encoded)
+        with pytest.raises(ValueError, match=message):
+            read_runs(file)
 
 
 def test_tables_are_read_with_their_own_names(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from lightning_parallel.scaling import (
@@ -120,7 +121,12 @@ def test_a_law_of_ones_own() -> None:
     assert (best.law, best.loss_law, best.params_interval) == ("own", "own", None)
 
 
-@pytest.mark.parametrize("flops", [0, -1e20, math.nan, math.inf, 1e3, 1e60, True, "1e20"])
+def test_numbers_of_numpy_are_numbers() -> None:
+    for flops in (np.float32(1e20), np.float64(1e20), np.int64(10**18), 10**20):
+        assert optimal(flops).params == pytest.approx(optimal(float(flops)).params)
+
+
+@pytest.mark.parametrize("flops", [0, -1e20, math.nan, math.inf, 1e3, 1e60, 10**400, True, "1e20"])
 def test_absurd_budgets_are_refused(flops: float) -> None:
     with pytest.raises(ValueError, match=r"^flops=.* is not within 1e\+06 .. 1e\+32; use a value such as 5.76e23$"):
         optimal(flops)
@@ -141,3 +147,8 @@ def test_other_bad_input_is_refused() -> None:
         compute_for(1000)
     with pytest.raises(ValueError, match=r"beta=-0.1 of a loss .* must be positive"):
         ParametricLoss(1.0, 1.0, 1.0, 0.5, -0.1)
+    with pytest.raises(ValueError, match=r"A=inf of a loss .* must be positive and finite"):
+        ParametricLoss(1.0, math.inf, 1.0, 0.5, 0.5)
+    for floor in (-1.0, math.nan, "1.8"):
+        with pytest.raises(ValueError, match=r"E=.* is not within"):
+            ParametricLoss(floor, 1.0, 1.0, 0.5, 0.5)  # type: ignore[arg-type]

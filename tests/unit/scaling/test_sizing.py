@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 import pytest
 
@@ -104,6 +105,8 @@ def test_best_model_for_limited_data() -> None:
     for factor in (0.9, 1.1):
         params = scarce.params * factor
         assert law.loss(params, 1e22 / 6 / params, 25e9) > scarce.loss
+    # The largest budget with one token: no error about sizes that nobody gave.
+    assert law.optimal(1e32, 1).epochs > 1e12
     with pytest.raises(ValueError, match="unique_tokens=0 is not within"):
         law.optimal(1e22, 0)
 
@@ -123,6 +126,9 @@ def test_conventions_differ_by_what_they_name() -> None:
     assert size.flops_per_token() == found["full", "head"]
     with pytest.raises(ValueError, match="attention='half' is not a convention"):
         Convention("half")  # type: ignore[arg-type]
+    for wrong in ({"body_params": 0}, {"head_params": -1}, {"layers": 0}, {"context": 1.5}):
+        with pytest.raises(ValueError, match="must be a whole number of at least"):
+            TransformerSize(**{**asdict(size), **wrong})
     with pytest.raises(ValueError, match="embeddings='some' is not a convention"):
         Convention(embeddings="some")  # type: ignore[arg-type]
 
