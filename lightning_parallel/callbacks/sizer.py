@@ -24,6 +24,11 @@ CLOSE_ENOUGH = 1.5
 """By how much a step of padded or shifted sequences may differ from what the user counts."""
 
 
+def is_rehearsal(trainer: Trainer) -> bool:
+    """Whether the Trainer runs a batch or a few to find mistakes (``fast_dev_run``) and sets its own ``max_steps``."""
+    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+
+
 class ChinchillaSizer(Callback):
     """Chooses layers, width and heads for a budget, a loss or the data there is, and sets ``max_steps``.
 
@@ -98,7 +103,7 @@ class ChinchillaSizer(Callback):
         assert self.plan is not None, "planned at set-up"
         self._first_step.start(trainer)
         end = last_step(trainer)
-        if end is not None and end < self.plan.steps:
+        if end is not None and end < self.plan.steps and not is_rehearsal(trainer):
             rank_zero_warn(
                 f"max_epochs={trainer.max_epochs} ends the run after {end:.0f} of the {self.plan.steps} steps chosen; "
                 "set max_epochs=-1 to take them all (a Trainer without it takes 1000)"
@@ -171,6 +176,8 @@ class ChinchillaSizer(Callback):
 
     @staticmethod
     def _limit_steps(trainer: Trainer, steps: int) -> None:
+        if is_rehearsal(trainer):
+            return
         if trainer.max_steps not in (-1, steps):
             raise ValueError(
                 f"the Trainer has max_steps={trainer.max_steps}, but {steps} steps were chosen; leave max_steps out, "

@@ -138,6 +138,14 @@ def test_epochs_that_end_a_sized_run_early_are_said_at_its_start() -> None:
         run.fit(Sized())
 
 
+def test_a_rehearsal_takes_the_size_and_its_own_steps(recwarn: pytest.WarningsRecorder) -> None:
+    module = Sized()
+    run = trainer(ChinchillaSizer(SizingGoal(tokens=9 * STEP), STEP, rule=three_layers), fast_dev_run=2)
+    run.fit(module)
+    assert (run.global_step, module.hparams["layers"]) == (2, 3)
+    assert not [warning for warning in recwarn if "steps chosen" in str(warning.message)]
+
+
 @pytest.mark.parametrize(("accumulate", "said"), [(2, STEP), (1, 2 * STEP)])
 def test_a_step_of_another_size_than_said_is_noticed(
     accumulate: int, said: int, recwarn: pytest.WarningsRecorder

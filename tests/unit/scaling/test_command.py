@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_parallel.cli import main
-from lightning_parallel.scaling import LAW_NAMES, ParametricLoss, optimal, verdict
+from lightning_parallel.scaling import LAW_NAMES, Law, ParametricLoss, optimal, verdict
 from lightning_parallel.scaling.runs import Run, append_run
 
 TRUTH = ParametricLoss(1.0, 400.0, 900.0, 0.4, 0.45)
@@ -108,9 +108,12 @@ def test_a_sweep_without_valleys_is_drawn_by_budget(
 ) -> None:
     """Sizes far above the optimum: no bottom to be seen, but the budgets are still those of the runs."""
     file, drawn = tmp_path / "runs.csv", []
-    monkeypatch.setattr(
-        "lightning_parallel.scaling.plot._draw_curves", lambda _, law, budgets, runs: drawn.append(budgets)
-    )
+
+    def draw(path: str, law: Law, budgets: list[float], runs: Any, valleys: Any) -> str:
+        drawn.append(budgets)
+        return path
+
+    monkeypatch.setattr("lightning_parallel.scaling.plot.plot_scaling", draw)
     for flops in (1e15, 1e16, 1e17):
         for factor, bend in ((10, 0.0), (20, 0.05), (40, 0.0)):
             params = factor * TRUTH.coefficient * flops**TRUTH.exponent
