@@ -130,9 +130,10 @@ def show_fit(fit: LawFit, law: Law, console: Console) -> None:
         console.print("E is none: runs as short as these do not show how low the loss can get")
 
 
-def report(predicted: Run, band: tuple[float, float], observed: Run, law: Law, console: Console) -> None:
+def report(predicted: Run, band: tuple[float, float], observed: Run, law: Law, factor: float, console: Console) -> None:
     """Prediction beside observation, and what both laws say of the run."""
-    rows = Table("", "parameters", "bytes", "loss", "bits per byte", title="ten times the largest budget of the sweep")
+    title = f"{factor:g} times the largest budget of the sweep"
+    rows = Table("", "parameters", "bytes", "loss", "bits per byte", title=title)
     for name, run in (("predicted", predicted), ("observed", observed)):
         rows.add_row(
             name, f"{run.params:,.0f}", f"{run.tokens:,.0f}", f"{run.loss:.4f}", f"{run.loss / math.log(2):.4f}"
@@ -191,7 +192,7 @@ def main() -> None:
     predicted = Run.of(params, tokens, fit.surface(params, tokens))
     band = fit.interval(lambda surface: surface(params, tokens)) or (predicted.loss, predicted.loss)
     observed = train(width, flops, table, arguments)
-    report(predicted, band, observed, law, console)
+    report(predicted, band, observed, law, arguments.factor, console)
     image = plot_scaling(arguments.out / "sweep.png", law, [*arguments.budgets, flops], [*runs, observed], valleys)
     console.print(f"table: {table}, figure: {image}", highlight=False)
 
