@@ -147,7 +147,7 @@ def refuse_shared_memory(module: nn.Module) -> None:
     by_memory: dict[int, list[tuple[int, int, str, nn.Parameter]]] = {}
     for name, p in module.named_parameters():
         if not p.is_meta and p.numel() > 0:
-            first, size = p.storage_offset(), p.element_size()
+            first, size = int(p.storage_offset()), p.element_size()
             last = first + sum((length - 1) * step for length, step in zip(p.shape, p.stride(), strict=True))
             span = (first * size, (last + 1) * size, name, p)
             by_memory.setdefault(p.untyped_storage().data_ptr(), []).append(span)
