@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from lightning_parallel.strategies._compat_loops import agree_in_loops, stage_li
 from lightning_parallel.strategies.config import SizeOrAuto, check_flag
 from lightning_parallel.strategies.even_split import even_or_planned
 from lightning_parallel.strategies.failures import FailureWatch
+from lightning_parallel.strategies.hooks import agree_on_epoch_end
 from lightning_parallel.strategies.left_apart import AFTER_AN_EXCEPTION, AS_ASKED_FOR, refuse_left_apart
 from lightning_parallel.strategies.partition import Partition
 from lightning_parallel.strategies.predictions import PredictionGatherer
@@ -34,6 +36,10 @@ from lightning_parallel.strategies.span import ModelSpan
 from lightning_parallel.strategies.steps import StepRunner
 
 __all__ = ["PartitionedStrategy"]
+
+
+def _nothing() -> None:
+    return None
 
 
 class PartitionedStrategy(DDPStrategy):
@@ -71,6 +77,7 @@ class PartitionedStrategy(DDPStrategy):
         self._span: ModelSpan | None = None
         self._sharding: ReplicaSharding | None = None
         self._sight = Sight()
+        self._release_hooks: Callable[[], None] = _nothing
         self._training_samples = SampleCounter(1, 0)
         self._evaluation_samples = SampleCounter(1, 0)
         self._predictions = PredictionGatherer()
@@ -180,6 +187,12 @@ class PartitionedStrategy(DDPStrategy):
         # Lightning installs its own handler after `setup`; the barrier before the first step comes next.
         self._watch.take_sigterm()
         super().barrier(*args, **kwargs)
+
+    def on_train_start(self) -> None:
+        """From the first batch on, all ranks leave an epoch together, whichever rank's hook asks for it."""
+        vote = partial(self.reduce_boolean_decision, all=False)
+        self._release_hooks()  # a search for a learning rate starts the training twice
+        self._release_hooks = agree_on_epoch_end(self._module(), vote)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """All ranks agree here on the batch with which they stop after SIGTERM."""
@@ -310,6 +323,8 @@ class PartitionedStrategy(DDPStrategy):
         Raises:
             SIGTERMException: a rank received SIGTERM when no step was left to stop at.
         """
+        self._release_hooks()
+        self._release_hooks = _nothing
         self._sight.close(meets=not self._failed)
         if self._runner is not None:
             self._runner.close()

@@ -1,25 +1,30 @@
-"""Glue: lets the user's hooks see the whole model while ranks hold parts of it."""
+"""Glue: the user's hooks see the whole model while ranks hold parts of it, and decide for all ranks."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, update_wrapper
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_parallel.strategies import _compat
 from lightning_parallel.strategies.whole_view import WholeView
 
-__all__ = ["hooks_of", "show_in_hooks", "wrap_hook"]
+__all__ = ["agree_on_epoch_end", "hooks_of", "show_in_hooks", "wrap_hook"]
 
 # Failed ranks run it alone; data hooks run for every batch and have no business with weights.
 _LEFT_ALONE = frozenset({"on_exception", "on_before_batch_transfer", "on_after_batch_transfer"})
 _MORE = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
 _KNOWS_PARTS = frozenset({"lightning", "pytorch_lightning", "lightning_parallel"})
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def show_in_hooks(trainer: Trainer, view: WholeView) -> Callable[[], None]:
@@ -56,11 +61,35 @@ def hooks_of(owner: Any) -> Iterator[str]:
             yield name
 
 
-def wrap_hook(owner: Any, name: str, around: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
-    """Runs a hook inside of a context. Returns a function that undoes it."""
+def wrap_hook(
+    owner: Any,
+    name: str,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    answer: Callable[[Any], Any] = _itself,
+) -> Callable[[], None]:
+    """Runs a hook inside of a context, and lets `answer` change what it returns. Returns a function that undoes it."""
     own = vars(owner).get(name)
-    setattr(owner, name, _Wrapped(getattr(owner, name), around))
+    setattr(owner, name, _Wrapped(getattr(owner, name), around, answer))
     return partial(delattr, owner, name) if own is None else partial(setattr, owner, name, own)
+
+
+def agree_on_epoch_end(module: LightningModule, vote: Callable[[bool], bool]) -> Callable[[], None]:
+    """Lets every rank leave the epoch if `on_train_batch_start` of the module returns -1 on any.
+
+    Args:
+        module: the user's module; one without that hook is left alone, and takes no votes.
+        vote: whether any rank says so. Collective over the world.
+
+    Returns:
+        A function that undoes it.
+    """
+    if not is_overridden("on_train_batch_start", module):
+        return lambda: None
+
+    def answer(given: Any) -> Any:
+        return -1 if vote(bool(given == -1)) else given
+
+    return wrap_hook(module, "on_train_batch_start", answer=answer)
 
 
 def _sees_whole(owner: Any, name: str, hook: Any) -> bool:
@@ -75,21 +104,26 @@ def _sees_whole(owner: Any, name: str, hook: Any) -> bool:
 class _Wrapped:
     """A hook that runs inside of a context. Copies and pickles as the hook itself."""
 
-    def __init__(self, hook: Callable[..., Any], around: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self,
+        hook: Callable[..., Any],
+        around: Callable[[], AbstractContextManager[None]],
+        answer: Callable[[Any], Any],
+    ) -> None:
         update_wrapper(self, hook)
+        # Lightning looks behind one wrapper only for what a user wrote.
+        self.__wrapped__ = hook.__wrapped__ if isinstance(hook, _Wrapped) else hook
         self.hook = hook
         self.around = around
+        self.answer = answer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.around():
-            return self.hook(*args, **kwargs)
+            given = self.hook(*args, **kwargs)
+        return self.answer(given)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         return self.hook
 
     def __reduce__(self) -> Any:
         return _itself, (self.hook,)
-
-
-def _itself(hook: Callable[..., Any]) -> Callable[..., Any]:
-    return hook

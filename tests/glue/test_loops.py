@@ -197,6 +197,37 @@ def test_a_single_rank_can_end_the_run(ranks: Ranks, layout: Layout) -> None:
     check(ranks, stop_on_one_rank, layout)
 
 
+class EndsEpoch(Schedule):
+    """Ends an epoch before one of its batches, on a single rank; inside a window of accumulation, too."""
+
+    def __init__(self, batch: int, me: bool) -> None:
+        super().__init__()
+        self.batch, self.me = batch, me
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        self.seen.append(("start", self.current_epoch, batch_idx))
+        return -1 if self.me and (self.current_epoch, batch_idx) == (0, self.batch) else None
+
+
+def end_of_an_epoch_on_one_rank(site: Site) -> Any:
+    found = []
+    last = 0 if site.layout is None else site.layout[0] * site.layout[1] * site.layout[2] - 1
+    for batch, who, accumulated in ((0, last, 1), (2, last, 1), (3, 0, 2)):
+        module = EndsEpoch(batch, site.rank == who)
+        trainer = site.trainer(accumulate_grad_batches=accumulated)
+        trainer.fit(module, site.loader(Samples(20), 4), site.loader(Samples(8, first=100), 4))
+        # The hook is the user's again, as it was.
+        assert "on_train_batch_start" not in vars(module)
+        found.append((trainer.global_step, trainer.current_epoch, module.seen, weights(module)))
+    assert [run[0] for run in found] == [5, 7, 4]
+    return found
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 2)], ids=str)
+def test_a_single_rank_can_end_the_epoch(ranks: Ranks, layout: Layout) -> None:
+    check(ranks, end_of_an_epoch_on_one_rank, layout)
+
+
 class Clocks(Callback):
     """Lets the time of a run, or the time until the next validation, be over on one rank; notes where it validates."""
 
