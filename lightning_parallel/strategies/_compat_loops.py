@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops import _EvaluationLoop, _FitLoop, _PredictionLoop, _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
@@ -83,7 +84,7 @@ def agree_in_loops(trainer: Trainer, data: ReplicaData | None = None) -> None:
 
     Any rank may set `trainer.should_stop`, in any hook. It is voted on after the hooks of every training batch, after
     validation, and around epochs, so that all ranks leave the loop where a single process would. Validation after some
-    time begins when the first clock says so.
+    time begins when the first clock says so. With one replica, values are global wherever they are logged.
 
     Args:
         trainer: whose loops are told.
@@ -102,10 +103,22 @@ def agree_in_loops(trainer: Trainer, data: ReplicaData | None = None) -> None:
         if type(owner) in plain:
             owner.__class__ = kind
         owner.replica_data = data
+    if data is None:
+        for loop in (epoch, epoch.val_loop, trainer.validate_loop, trainer.test_loop):
+            loop._results.__class__ = _ReplicaResults
 
 
 def _vote(trainer: Trainer) -> None:
     trainer.should_stop = trainer.strategy.reduce_boolean_decision(trainer.should_stop, all=False)
+
+
+class _ReplicaResults(_ResultCollection):
+    """Of a single replica, whose ranks log the same in their hooks: nothing is to reduce, and nothing to advise."""
+
+    def log(self, *args: Any, **options: Any) -> None:
+        if not options.get("sync_dist"):
+            options = {**options, "sync_dist": True, "sync_dist_fn": None}
+        super().log(*args, **options)
 
 
 class _VotingConnector(_LoggerConnector):

@@ -316,9 +316,10 @@ class StepRunner:
             return
         for reset in recorder.resets:
             collection.reset(**reset)
-        # Values are those of the whole replica or global batch already: Lightning must not reduce them again.
+        # Values are those of the whole replica or global batch already. "sync_dist" without a function reduces nothing,
+        # and keeps Lightning from advising it.
         for call in calls:
-            options = {**call.options, "sync_dist": False}
+            options = {**call.options, "sync_dist": True}
             value: Any = call.value
             if value is None:
                 value = self.module.get_submodule(options["metric_attribute"])

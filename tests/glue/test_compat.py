@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, warning_cache
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
@@ -39,6 +40,7 @@ from lightning_parallel.strategies.checkpoint_file import WholeFileIO
 from lightning_parallel.strategies.logs import LogCall, LogRecorder
 from lightning_parallel.strategies.replica_data import Batch, Logged, ReplicaData
 from lightning_parallel.strategies.span import ModelSpan
+from tests.harness.accelerator import lone_rank
 
 STRATEGIES = Path(_compat.__file__).parent
 VERSIONS = f"lightning {lightning.__version__}, torchmetrics {torchmetrics.__version__}, torch {torch.__version__}"
@@ -275,6 +277,31 @@ def test_recorded_calls_can_be_replayed() -> None:
     trainer.fit(model, loader())
     assert float(trainer.callback_metrics["again_epoch"]) == sum(range(5))
     assert float(trainer.callback_metrics["again_step"]) == 4
+
+
+def test_global_values_are_not_reduced_again_and_nothing_is_advised() -> None:
+    reduced: list[str] = []
+
+    def reduce(value: torch.Tensor, **options: Any) -> torch.Tensor:
+        reduced.append("")
+        return value * 2
+
+    options: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 2}
+    plain, one_replica = _ResultCollection(training=True), _compat_loops._ReplicaResults(training=True)
+    warning_cache.clear()
+    with lone_rank(2):
+        one_replica.log("on_train_start", "hook", torch.tensor(3.0), sync_dist_fn=reduce, **options)
+        plain.log("training_step", "step", torch.tensor(3.0), sync_dist=True, **options)
+        values = [float(v) for c in (one_replica, plain) for v in c.metrics(on_step=False)["callback"].values()]
+        assert values == [3.0, 3.0], f"{VERSIONS}: sync_dist without a function reduces"
+        assert not reduced
+        assert not warning_cache
+        one_replica.log("on_train_start", "synced", torch.tensor(3.0), sync_dist=True, sync_dist_fn=reduce, **options)
+        plain.log("training_step", "own", torch.tensor(3.0), **options)
+        for collection in (one_replica, plain):
+            collection.metrics(on_step=False)
+    assert reduced, f"{VERSIONS}: the user's own sync_dist=True reduces nothing"
+    assert any("sync_dist=True" in message for message in warning_cache), f"{VERSIONS} advise in another way"
 
 
 def test_running_sums() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.trainer.connectors.logger_connector.result import warning_cache
 from torch.nn import functional as F
 
 from tests.glue.oracle import LAYOUTS, Classifier, Layout, Samples, Site, check
@@ -67,8 +68,12 @@ def fit(site: Site, module: LightningModule, **kwargs: Any) -> Any:
     notebook, watch = Notebook(), Watch()
     callbacks = [watch, *kwargs.pop("callbacks", [])]
     trainer = site.trainer(logger=notebook, log_every_n_steps=1, callbacks=callbacks, **kwargs)
+    warning_cache.clear()
     trainer.fit(module, site.loader(Samples(20), 8), site.loader(Samples(11, first=100), 4))
     end = {k: float(v) for k, v in trainer.callback_metrics.items()}
+    # Only what replicas log by themselves, in hooks, is not global yet.
+    advice = {message for message in warning_cache if "sync_dist=True" in message}
+    assert not advice or (site.replicas > 1 and isinstance(module, LogsInHooks)), advice
     return {"seen": watch.seen, "logger": notebook.entries, "end": end}
 
 
