@@ -113,7 +113,7 @@ class StageCut:
 
     # -------------------------------------------------------------- apply and undo
     def apply(self) -> None:
-        """Replaces foreign parameters by placeholders, frees their data and converts the blocks."""
+        """Replaces foreign parameters by placeholders, and converts the blocks."""
         names = {id(p): n for n, p in self.root.named_parameters()}
         for module in self.root.modules():
             for leaf, parameter in list(module._parameters.items()):
@@ -121,12 +121,15 @@ class StageCut:
                     continue
                 module._parameters[leaf] = self._stand_in(names[id(parameter)], parameter)
                 self._swapped.append((module, leaf, parameter))
-        for original in self.foreign.values():
-            original.data = torch.empty(0, dtype=original.dtype, device=original.device)
         for index, name in enumerate(self.plan.blocks):
             block = self.root.get_submodule(name)
             block.__class__ = _pipeline_class(type(block))  # type: ignore[arg-type]
             block.__dict__["_pipeline_role"] = _Role(self, index)
+
+    def free_foreign(self) -> None:
+        """Gives the memory of foreign parameters back; from here on, their data is up to whoever restores."""
+        for original in self.foreign.values():
+            original.data = torch.empty(0, dtype=original.dtype, device=original.device)
 
     def _stand_in(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         if id(parameter) not in self.stand_ins:

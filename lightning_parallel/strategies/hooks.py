@@ -112,7 +112,7 @@ class _Wrapped:
     ) -> None:
         update_wrapper(self, hook)
         # Lightning looks behind one wrapper only for what a user wrote.
-        self.__wrapped__ = hook.__wrapped__ if isinstance(hook, _Wrapped) else hook
+        self.__wrapped__: Callable[..., Any] = hook.__wrapped__ if isinstance(hook, _Wrapped) else hook
         self.hook = hook
         self.around = around
         self.answer = answer

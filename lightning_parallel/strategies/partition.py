@@ -22,8 +22,8 @@ from lightning_parallel.pipeline.trace import CutPlan
 from lightning_parallel.random_streams import random_state, set_random_state
 from lightning_parallel.strategies import _compat
 from lightning_parallel.strategies.config import PipelineConfig, TensorParallelConfig
+from lightning_parallel.strategies.conversion import agree, convert_module
 from lightning_parallel.strategies.left_apart import mark_left_apart
-from lightning_parallel.tensor_parallel.parallelize import parallelize_module, shard_parameters
 from lightning_parallel.tensor_parallel.plan import resolve_plan
 from lightning_parallel.tensor_parallel.rules import TensorPlan
 from lightning_parallel.tensor_parallel.shards import all_gather_full, shard_tensor
@@ -31,7 +31,6 @@ from lightning_parallel.zero.unit_sharder import UnitSharder
 
 __all__ = [
     "Partition",
-    "agree",
     "drawing_of",
     "give_memory",
     "make_partition",
@@ -39,28 +38,6 @@ __all__ = [
     "own_tensors",
     "synchronize_start",
 ]
-
-
-def agree(mesh_group: Any, work: Callable[[], Any]) -> Any:
-    """Runs something that may fail on some ranks only, and lets every rank fail with the first message.
-
-    Raises:
-        ValueError or RuntimeError: what the failing rank raised, with its rank if it was another one.
-    """
-    result, error = None, None
-    try:
-        result = work()
-    except Exception as caught:
-        error = caught
-    messages = comm.gather_objects(None if error is None else f"{type(error).__name__}: {error}", mesh_group)
-    if error is not None:
-        raise error
-    failed = [(rank, text) for rank, text in enumerate(messages) if text is not None]
-    if failed:
-        rank, text = failed[0]
-        kind = ValueError if text.startswith("ValueError") else RuntimeError
-        raise kind(f"set-up failed on rank {rank} of this run: {text}")
-    return result
 
 
 def materialize(module: nn.Module, device: torch.device, given: Collection[str] = ()) -> None:
@@ -261,6 +238,7 @@ def make_partition(
     pipeline: PipelineConfig,
     step: Callable[[nn.Module, Any], Any],
     batch: Callable[[], Any],
+    check: Callable[[Mapping[str, ParameterTag], Mapping[int, str]], None],
     parameters_stay: bool = False,
 ) -> Partition:
     """Plans and applies the cut and the tensor-parallel plan. Collective over the world; needs the same model on all.
@@ -272,10 +250,12 @@ def make_partition(
         pipeline: options of the pipeline.
         step: runs one step of a copy of the module on a micro-batch.
         batch: returns a micro-batch to plan with; only called if there is more than one stage.
+        check: refuses what does not fit the tags and names of the parameters, before anything is split.
         parameters_stay: do not move them to the device, which will have shares of them.
 
     Raises:
-        ValueError: the model cannot be cut or split like this; names and numbers are in the message.
+        ValueError: the model cannot be cut or split like this; names and numbers are in the message. The module is as
+            it was, on every rank.
     """
     originals = dict(module.named_parameters())
     names = {id(p): n for n, p in originals.items()}
@@ -301,50 +281,13 @@ def make_partition(
     tensor_plan, cut_plan = agree(mesh.world, plan)
     cut_plan = comm.broadcast_object(cut_plan, 0, mesh.world)
     tags = _with_stages(tensor_plan.tags(module), cut_plan)
+    agree(mesh.world, lambda: check(tags, names))
     add_stage_groups(mesh, tuple(sorted({tag.stages for tag in tags.values() if tag.shared})))
     shards = ModelShards(module, tags, keys, mesh, cut_plan, all_gather_full, shard_tensor)
-    undo, cut = _apply(module, shards, tensor_plan, cut_plan)
-    _move(module, mesh.device, parameters_stay)
+    undo, cut = convert_module(module, shards, tensor_plan, cut_plan, parameters_stay)
     if cut is not None:
         names |= {id(stand_in): names[original] for original, stand_in in cut.stand_ins.items()}
     return Partition(module, mesh, tags, shards, tensor_plan, cut_plan, cut, undo, names, originals)
-
-
-def _apply(
-    module: LightningModule, shards: ModelShards, tensor_plan: TensorPlan, cut_plan: CutPlan | None
-) -> tuple[Any, StageCut | None]:
-    """Converts the module in place: tensor-parallel layers and shards, the cut."""
-    mesh = shards.mesh
-
-    def is_local(name: str) -> bool:
-        return cut_plan is None or mesh.stage in cut_plan.owners.get(shards.keys.get(name, name), (mesh.stage,))
-
-    def keeps(module_name: str) -> bool:
-        own = [f"{module_name}.{leaf}" if module_name else leaf for leaf in _own_parameters(module, module_name)]
-        return all(is_local(name) for name in own)
-
-    undo = parallelize_module(module, tensor_plan, mesh.tensor, keep=keeps)
-    shard_parameters(module, shards.tags, mesh.tensor_rank, keep=keeps)
-    cut = None
-    if cut_plan is not None:
-        cut = StageCut(module, cut_plan, mesh.stage, mesh.device)
-        cut.apply()
-    return undo, cut
-
-
-def _move(module: LightningModule, device: torch.device, parameters_stay: bool) -> None:
-    """Moves what this rank keeps of a module to its device."""
-
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        stays = tensor.is_meta or (parameters_stay and isinstance(tensor, nn.Parameter))
-        return tensor if stays else tensor.to(device)
-
-    module._apply(moved)
-    _compat.set_module_device(module, device)
-
-
-def _own_parameters(module: nn.Module, name: str) -> list[str]:
-    return [leaf for leaf, p in module.get_submodule(name)._parameters.items() if p is not None]
 
 
 def _with_stages(tags: Mapping[str, ParameterTag], plan: CutPlan | None) -> dict[str, ParameterTag]:

@@ -14,6 +14,7 @@ from torch import nn
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.gradient_sync import GradientCompleter
 from lightning_parallel.mesh import gradient_group
+from lightning_parallel.parameters import ParameterTag
 from lightning_parallel.pipeline.batch import split_batch
 from lightning_parallel.pipeline.runtime import PipelineRuntime
 from lightning_parallel.random_streams import StepRandom
@@ -190,14 +191,17 @@ class TensorPipelineStrategy(SteppingStrategy):
                 arguments = _compat.step_arguments(method, micro_batch)
                 return _compat.run_without_logging(clone, lambda: method(*arguments))  # type: ignore[arg-type]
 
+        def check(tags: Mapping[str, ParameterTag], names: Mapping[int, str]) -> None:
+            optimizers = self.optimizers if step_name == "training_step" else []
+            refuse_foreign_parameters(optimizers, names, self.layout.data)
+            refuse_optimizers(optimizers, tags, names, self.layout.tensor * self.layout.pipeline)
+
         stays = self.zero_config.shards_parameters(self.layout.data)
-        partition = make_partition(module, self.mesh, self.tensor_config, self.pipeline_config, step, batch, stays)
+        configs = (self.tensor_config, self.pipeline_config)
+        partition = make_partition(module, self.mesh, *configs, step, batch, check, stays)
         self._partition = partition
         if step_name == "training_step":
             self._trained = partition
-            ranks = self.layout.tensor * self.layout.pipeline
-            refuse_foreign_parameters(self.optimizers, partition.names, self.layout.data)
-            refuse_optimizers(self.optimizers, partition.tags, partition.names, ranks)
             for optimizer in self.optimizers:
                 partition.adopt_optimizer(optimizer)
             self._sharding = self._shard_replicas(trainer, partition)

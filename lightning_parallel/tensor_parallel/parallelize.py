@@ -26,8 +26,9 @@ from lightning_parallel.tensor_parallel.rules import ModuleRule, TensorPlan
 from lightning_parallel.tensor_parallel.sequence import split_sequences
 from lightning_parallel.tensor_parallel.shards import shard_tensor
 from lightning_parallel.tensor_parallel.shared_input import SharedInput
+from lightning_parallel.tensor_parallel.snapshot import ModuleSnapshot
 
-__all__ = ["Undo", "parallelize_module", "shard_parameters"]
+__all__ = ["Undo", "parallelize_module", "shard_parameters", "split_parameters"]
 
 
 class Undo:
@@ -92,7 +93,8 @@ def parallelize_module(
         What takes the conversion back.
 
     Raises:
-        ValueError: the group is of another size, or a module cannot be converted; nothing is changed then.
+        ValueError: the group is of another size, or a module cannot be converted. Whatever is raised, nothing is
+            changed then.
     """
     undo = Undo()
     if not plan:
@@ -103,6 +105,7 @@ def parallelize_module(
             f"{comm.group_size(group)} ranks"
         )
     job = _Job(model, plan, group, undo)
+    snapshot = ModuleSnapshot(model)
     for region in plan.regions:
         for name in (*region.columns, region.row):
             job.drawing[name] = region.random
@@ -114,10 +117,30 @@ def parallelize_module(
         undo.add(disable_fused_kernels(model, {rule.name for rule in plan.rules if keep(rule.name)}))
         if plan.sequence_parallel:
             split_sequences(model, plan, group, undo.regions, keep, undo.add)
-    except Exception:
-        undo.restore()
+    except BaseException:
+        snapshot.restore()  # not by steps: the one that failed may have begun
         raise
     return undo
+
+
+def split_parameters(
+    model: nn.Module, tags: Mapping[str, ParameterTag], keep: Callable[[str], bool] = lambda name: True
+) -> list[tuple[nn.Parameter, ParameterTag]]:
+    """Parameters of which each tensor rank is to hold a part, each once: equal on all ranks of the tensor group.
+
+    Args:
+        model: in its plain form, or with its layers converted.
+        tags: ``plan.tags(model)``.
+        keep: as in :func:`shard_parameters`.
+    """
+    kept: dict[int, nn.Parameter] = {}
+    canonical: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        canonical.setdefault(id(parameter), name)
+        if keep(name.rpartition(".")[0]):
+            kept[id(parameter)] = parameter
+    found = [(parameter, tags[canonical[key]]) for key, parameter in kept.items()]
+    return [(parameter, tag) for parameter, tag in found if tag.shard is not None]
 
 
 def shard_parameters(
@@ -135,24 +158,18 @@ def shard_parameters(
         keep: whether this process runs the module of that name; a parameter none of whose modules is kept stays whole.
 
     Raises:
-        ValueError: a parameter is not whole, or has a gradient already.
+        ValueError: a parameter is not whole, or has a gradient already; nothing is changed then.
     """
-    kept: dict[int, nn.Parameter] = {}
-    canonical: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        canonical.setdefault(id(parameter), name)
-        if keep(name.rpartition(".")[0]):
-            kept[id(parameter)] = parameter
-    for key, parameter in kept.items():
-        tag = tags[canonical[key]]
-        if tag.shard is None:
-            continue
+    split = split_parameters(model, tags, keep)
+    for parameter, tag in split:
         if tuple(parameter.shape) != tag.shape:
             raise ValueError(
                 f"parameter {tag.name!r} has shape {tuple(parameter.shape)} instead of its full {tag.shape}"
             )
         if parameter.grad is not None:
             raise ValueError(f"parameter {tag.name!r} has a gradient already; set it to None before it is split")
+    for parameter, tag in split:
+        assert tag.shard is not None, "only such parameters are split"
         parameter.data = shard_tensor(parameter.data, tag.shard, tensor_rank)
 
 

@@ -54,6 +54,7 @@ class CutModel:
         self.random = StepRandom(3, 0, mesh.stage, CPU)
         self.cut = StageCut(task, self.plan, mesh.stage, CPU, self.random.enter_blocks)
         self.cut.apply()
+        self.cut.free_foreign()
         self.completer = GradientCompleter(self.local, tags, mesh)
         self.runtime = PipelineRuntime(mesh, self.cut)
         self.batches: Sequence[Batch] = ()

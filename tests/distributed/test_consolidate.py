@@ -118,6 +118,7 @@ class Part:
         if plan is not None:
             cut = StageCut(self.tower, plan, stage, self.mesh.device)
             cut.apply()
+            cut.free_foreign()
             self.names |= {id(stand_in): self.names[original] for original, stand_in in cut.stand_ins.items()}
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
