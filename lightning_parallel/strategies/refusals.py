@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -22,6 +23,7 @@ from lightning_parallel.versions import installed_versions, untested_note
 
 __all__ = [
     "note_surroundings",
+    "refuse_callbacks",
     "refuse_data",
     "refuse_module",
     "refuse_objects",
@@ -124,6 +126,21 @@ def refuse_module(
                 f"{layout.pipeline} stages or split into {parts} micro-batches; let it take batch and batch_idx, or "
                 "use pipeline_parallel_size=1 and 1 micro-batch"
             )
+
+
+def refuse_callbacks(trainer: Trainer, ranks: int) -> None:
+    """Raises ValueError for a callback that puts other parameters into the module while it trains.
+
+    Args:
+        trainer: the trainer.
+        ranks: ranks that share one copy of the parameters.
+    """
+    if ranks > 1 and any(isinstance(callback, ModelPruning) for callback in getattr(trainer, "callbacks", [])):
+        raise ValueError(
+            f"ModelPruning replaces parameters of the module while it trains, but {ranks} ranks share them; prune "
+            "after training, or train with replicas only (tensor_parallel_size=1, pipeline_parallel_size=1, zero_stage "
+            "below 3)"
+        )
 
 
 def refuse_data(loader: DataLoader[Any], replicas: int) -> None:

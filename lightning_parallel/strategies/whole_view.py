@@ -245,6 +245,7 @@ class WholeView:
         self.reads.open()
         try:
             yield
+            self._refuse_other_parameters(hook)
             self.reads.leave()
         finally:
             self.reads.close()
@@ -268,6 +269,17 @@ class WholeView:
     def meet(self) -> None:
         """To be called before any collective that a hook may ask for."""
         self.reads.meet()
+
+    def _refuse_other_parameters(self, hook: str) -> None:
+        """The hook is over: what was shown must still be where it was, or it could not be taken back."""
+        for registry, leaf, tensor in self._places:
+            shown = self._stand_ins[id(tensor)]
+            if isinstance(shown, nn.Parameter) and registry.get(leaf) is not shown:
+                name = self.partition.names[id(tensor)]
+                raise RuntimeError(
+                    f"{hook or 'a hook'} replaced or removed the parameter {name}, of which several ranks hold parts; "
+                    "change its values instead, or replace it before the trainer starts"
+                )
 
     def _swap(self, show: bool) -> None:
         self._presence = None

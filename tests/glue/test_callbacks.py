@@ -89,6 +89,34 @@ def test_decisions_are_those_of_a_plain_run(ranks: Ranks, layout: Layout) -> Non
     check(ranks, decisions, layout)
 
 
+class Diverges(Classifier):
+    """Its losses are no numbers from a batch of the second epoch on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        loss = loss * float("nan") if (self.current_epoch, batch_idx) == (1, 2) else loss
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+def divergence(site: Site) -> Any:
+    """Both monitors stop at once, one after validation and one at the end of the training epoch."""
+    found = []
+    for monitor, late in (("val_loss", False), ("loss_epoch", True)):
+        stopping = EarlyStopping(monitor, patience=9, check_finite=True, check_on_train_epoch_end=late)
+        saving = ModelCheckpoint(Path.cwd() / monitor, "{epoch}", monitor, save_top_k=2, save_on_train_epoch_end=late)
+        trainer = fit(site, Diverges(), stopping, saving, max_epochs=6, enable_checkpointing=True)
+        kept = sorted(Path(path).name for path in saving.best_k_models)
+        found.append((trainer.current_epoch, stopping.stopped_epoch, stopping.stopping_reason_message, kept))
+    assert [run[1] for run in found] == [1, 1]
+    return found
+
+
+@pytest.mark.parametrize("layout", [(1, 2, 2)], ids=str)
+def test_losses_that_are_no_numbers_stop_every_rank(ranks: Ranks, layout: Layout) -> None:
+    check(ranks, divergence, layout)
+
+
 def decided_again(site: Site, folder: Path) -> Any:
     """A run that stops early, and the same run continued where epochs without progress had been counted."""
 

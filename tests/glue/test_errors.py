@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelPruning
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -217,6 +218,11 @@ class EvaluatesIterator(Classifier):
         self.log("val_loss", self.loss(next(dataloader_iter)[0]))
 
 
+class Pruned(Classifier):
+    def configure_callbacks(self) -> Any:
+        return ModelPruning("l1_unstructured", parameters_to_prune=[(self.net.stem, "weight")])
+
+
 class FailsOnRank1(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.trainer.global_rank == 1:
@@ -231,7 +237,9 @@ READS = (
     "Python reads the value of a tensor that depends on net.stem.bias, net.stem.weight (.item(), float(), bool() or if"
 )
 
+PRUNED: Case = (Pruned, {}, "ModelPruning replaces parameters of the module while it trains, but 2 ranks share them; ")
 PIPELINE: dict[str, Case] = {
+    "pruning": PRUNED,
     "skip": (UNet, {}, f"{CUT}net.blocks.3 uses a value of net.blocks.0 through a skip connection{CURE}"),
     "read": (ReadsValue, {}, f"{CUT}{READS}, before the first block){CURE}"),
     "hidden": (
@@ -285,6 +293,7 @@ PIPELINE: dict[str, Case] = {
     ),
 }
 TENSOR: dict[str, Case] = {
+    "pruning": PRUNED,
     "heads": (
         (GPT, {"heads": 3, "width": 12}),
         {"plan": "auto"},

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.model_summary import ModelSummary as Summary
 from torch import nn
+from torch.nn.utils import prune
 
 from tests.glue.oracle import WIDTH, Classifier, Layout, Samples, Site, check, observe, set_by_formula, weights
 from tests.harness import Ranks, RanksFailed
@@ -288,6 +289,13 @@ def test_a_model_in_parts_does_not_run_in_hooks(ranks: Ranks, layout: Layout) ->
         assert "call it in training_step, validation_step or predict_step" in text
 
 
+class Pruning(Classifier):
+    """Puts another parameter and a mask where a parameter was."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        prune.l1_unstructured(self.net.stem, "weight", 0.5)
+
+
 def refused(site: Site) -> None:
     kind, kwargs = site.options["case"], site.options["trainer"]
     fit(Site(site.layout, site.rank, {"micro_batches": 2}), kind(), **kwargs)
@@ -300,9 +308,14 @@ def refused(site: Site) -> None:
         (OneSided, {}, "net.stem.weight changed in a hook on some ranks only"),
         (Early, {"accumulate_grad_batches": 3}, "cannot be changed while it is still accumulating"),
         (Inspecting, {}, "an optimizer's state is divided over the ranks"),
+        (
+            Pruning,
+            {},
+            "on_train_batch_end replaced or removed the parameter net.stem.weight, of which several",
+        ),
         (Reshaping, {}, r"data of shape \(8, 8\) cannot be replaced by a tensor of shape \(2, 2\)"),
     ],
-    ids=["kept", "one-sided", "early", "state", "reshaped"],
+    ids=["kept", "one-sided", "early", "state", "pruned", "reshaped"],
 )
 def test_what_would_go_wrong_silently_is_refused(ranks: Ranks, kind: Any, kwargs: Any, text: str) -> None:
     with pytest.raises(RanksFailed, match=text):
