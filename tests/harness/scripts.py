@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import runpy
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -21,7 +24,7 @@ def run_script(rank: int, world_size: int, script: Path, arguments: list[str], f
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
     try:
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
+        with _levels_kept(), contextlib.redirect_stdout(io.StringIO()) as printed:
             runpy.run_path(str(script), run_name="__main__")
     except SystemExit as ended:
         if ended.code not in (None, 0):
@@ -29,3 +32,14 @@ def run_script(rank: int, world_size: int, script: Path, arguments: list[str], f
     finally:
         sys.argv, sys.path[:] = argv, path
     return printed.getvalue()
+
+
+@contextlib.contextmanager
+def _levels_kept() -> Iterator[None]:
+    """What the script wants to hear of logs and warnings is not what the tests after it want."""
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict]
+    levels = [(logger, logger.level) for logger in [logging.root, *loggers]]
+    with warnings.catch_warnings():
+        yield
+    for logger, level in levels:
+        logger.setLevel(level)
