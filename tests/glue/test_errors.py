@@ -281,7 +281,7 @@ PIPELINE: dict[str, Case] = {
     "iterator": (
         TakesIterator,
         {},
-        "TakesIterator.training_step takes dataloader_iter, whose batches cannot be shared by 2 stages or split into 8 "
+        "TakesIterator.training_step takes dataloader_iter, whose batches cannot be shared by 2 stages or split into 3 "
         "micro-batches; let it take batch and batch_idx, or use pipeline_parallel_size=1 and 1 micro-batch",
     ),
     "evaluation iterator": (
