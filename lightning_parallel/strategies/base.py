@@ -27,13 +27,14 @@ from lightning_parallel.strategies.hooks import agree_on_epoch_end
 from lightning_parallel.strategies.left_apart import AFTER_AN_EXCEPTION, AS_ASKED_FOR, refuse_left_apart
 from lightning_parallel.strategies.partition import Partition
 from lightning_parallel.strategies.predictions import PredictionGatherer
-from lightning_parallel.strategies.refusals import note_surroundings, refuse_data, refuse_objects, refuse_options
+from lightning_parallel.strategies.refusals import refuse_data, refuse_objects, refuse_options
 from lightning_parallel.strategies.replica_data import ReplicaData
 from lightning_parallel.strategies.samples import SampleCounter, refuse_unlike_shares
 from lightning_parallel.strategies.sharding import ReplicaSharding
 from lightning_parallel.strategies.sight import Sight
 from lightning_parallel.strategies.span import ModelSpan
 from lightning_parallel.strategies.steps import StepRunner
+from lightning_parallel.strategies.surroundings import note_surroundings
 
 __all__ = ["PartitionedStrategy"]
 

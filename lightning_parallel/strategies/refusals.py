@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,17 +11,15 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_parallel.layout import ParallelLayout
-from lightning_parallel.versions import installed_versions, untested_note
+from lightning_parallel.strategies.surroundings import SECOND_PACKAGE
 
 __all__ = [
-    "note_surroundings",
     "refuse_callbacks",
     "refuse_data",
     "refuse_module",
@@ -31,22 +28,8 @@ __all__ = [
     "refuse_shared_memory",
 ]
 
-SECOND_PACKAGE = "pytorch_lightning"
 _WRAPPER_OPTIONS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-
-
-def note_surroundings() -> None:
-    """Warns about untested versions, and about a second Lightning package in this process."""
-    note = untested_note(installed_versions())
-    if note is not None:
-        rank_zero_warn(note)
-    if SECOND_PACKAGE in sys.modules:
-        rank_zero_warn(
-            f"both lightning.pytorch and {SECOND_PACKAGE} are imported, two packages with classes of their own; "
-            "lightning_parallel works with lightning.pytorch only: import Trainer, LightningModule and callbacks from "
-            "there"
-        )
 
 
 def refuse_options(options: Mapping[str, Any], owner: type, known: Iterable[str]) -> None:

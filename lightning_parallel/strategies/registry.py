@@ -7,12 +7,13 @@ strategies are loaded: a name stands for a function that loads its class when a 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from typing import TYPE_CHECKING, Any
 
 import lightning_parallel.strategies as strategies
-from lightning_parallel.strategies.refusals import note_surroundings
+from lightning_parallel.strategies.surroundings import note_surroundings
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
 
 __all__ = ["STRATEGY_NAMES", "register_strategies"]
 
@@ -23,6 +24,8 @@ STRATEGY_NAMES = ("tp_pp", "tp", "pp", "zero1", "zero2", "zero3", *_OFFLOADED, "
 
 def register_strategies() -> None:
     """Registers every name of `STRATEGY_NAMES`; calling it again changes nothing."""
+    from lightning.pytorch.strategies import StrategyRegistry  # see surroundings.py
+
     entries: dict[str, tuple[str, str, dict[str, Any]]] = {
         "tp_pp": ("TensorPipelineStrategy", "tensor x pipeline x data parallel", {}),
         "tp": ("TensorPipelineStrategy", "tensor x data parallel", {"pipeline_parallel_size": 1}),

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_parallel import TensorPipelineStrategy, ZeroStrategy
-from lightning_parallel.strategies import refusals
+from lightning_parallel.strategies import surroundings
 from lightning_parallel.strategies.failures import FailureWatch
 from lightning_parallel.tensor_parallel import ColumnParallelLinear
 from lightning_parallel.versions import OLDEST, TESTED, installed_versions, untested_note
@@ -492,7 +492,7 @@ def test_untested_versions_are_named_once(monkeypatch: pytest.MonkeyPatch) -> No
         "results may be wrong; pip install torch==2.13.0 lightning==2.6.6"
     )
     assert untested_note(strange) == text
-    monkeypatch.setattr(refusals, "installed_versions", lambda: strange)
+    monkeypatch.setattr(surroundings, "installed_versions", lambda: strange)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         TensorPipelineStrategy()

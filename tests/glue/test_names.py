@@ -11,6 +11,7 @@ STRATEGY_FIRST = """
 import inspect, sys
 import lightning_parallel
 assert not {"torch", "lightning"} & set(sys.modules)
+import lightning_parallel.strategies.refusals  # which the names' registration must not need
 import lightning_parallel.strategies.tensor_pipeline as ours
 import lightning.pytorch
 from lightning.pytorch.strategies import StrategyRegistry
