@@ -1,4 +1,4 @@
-"""ZeRO written out for two processes and this model: what sharding can take on a machine at best.
+"""ZeRO written out for two processes and this model: a yardstick for what sharding takes without anything around it.
 
 Nothing is general, checked or recoverable: gradients are summed as soon as a unit's backward pass is through, weights
 are awaited by the unit that needs them, and every byte travels once, by a send and a receive straight into its place.
