@@ -8,15 +8,15 @@ runs for real, on a copy that shares the parameters.
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_parallel.fakes import fake_like, quiet_fakes
 from lightning_parallel.pipeline.batch import map_tensors
 from lightning_parallel.pipeline.partition import partition_blocks
 from lightning_parallel.pipeline.taint import trace_step
@@ -26,6 +26,7 @@ __all__ = ["observe_step", "plan_pipeline"]
 
 Step = Callable[[nn.Module, Any], Any]
 Convert = Callable[[torch.Tensor], torch.Tensor]
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def observe_step(
@@ -44,7 +45,7 @@ def observe_step(
         RuntimeError: the step fails on fake tensors and the model has no data to run it for real.
     """
     try:
-        with _quiet_fake_tensors():
+        with quiet_fakes():
             return _observe_fake(module, blocks, step, batch, shared)
     except Exception as error:
         # Values were needed (labels counted, masks indexed): compute them.
@@ -56,25 +57,16 @@ def observe_step(
         return _observe_real(module, blocks, step, batch, shared)
 
 
-@contextmanager
-def _quiet_fake_tensors() -> Iterator[None]:
-    """A step that cannot run on fake tensors is no error here: torch's log must not say so."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
 def _observe_fake(
     module: nn.Module, blocks: tuple[str, ...], step: Step, batch: Any, shared: Mapping[int, Any]
 ) -> StepTrace:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     device = _device_of(batch)
+    alone = _alone_in_storage(module)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in alone:
+            return fake_like(mode, tensor, device or tensor.device)
         like = mode.from_tensor(tensor.detach())
         if device is None or like.device == device:
             return like
@@ -91,7 +83,7 @@ def _observe_real(
     module: nn.Module, blocks: tuple[str, ...], step: Step, batch: Any, shared: Mapping[int, Any]
 ) -> StepTrace:
     """On the device where the parameters are, because a device may be too small for the whole model."""
-    clone = _copy(module, torch.Tensor.detach, torch.Tensor.clone, shared)
+    clone = _copy(module, torch.Tensor.detach, lambda t: t.detach().clone(), shared)
     device = next((p.device for p in module.parameters()), None)
     real_batch = map_tensors(batch, lambda t: t.to(t.device if device is None else device, copy=True))
     return trace_step(clone, blocks, _parameters(clone), lambda: step(clone, real_batch))
@@ -101,12 +93,25 @@ def _copy(module: nn.Module, parameter: Convert, buffer: Convert, shared: Mappin
     """A deep copy whose parameters and buffers are made by two functions. No parameter object is shared."""
     memo: dict[int, Any] = dict(shared)
     for original in module.parameters():
-        converted = nn.Parameter(parameter(original), requires_grad=original.requires_grad)
+        converted = parameter(original)
+        if not isinstance(converted, nn.Parameter):
+            converted = nn.Parameter(converted, requires_grad=original.requires_grad)
         converted.__dict__.update(original.__dict__)
         memo[id(original)] = converted
     for original_buffer in module.buffers():
-        memo[id(original_buffer)] = buffer(original_buffer.detach())
+        memo[id(original_buffer)] = buffer(original_buffer)
     return copy.deepcopy(module, memo)
+
+
+def _alone_in_storage(module: nn.Module) -> set[int]:
+    """Ids of the plain parameters and buffers that fill a storage of which nothing else in the module has a part."""
+    plain = [t for t in (*module.parameters(), *module.buffers()) if type(t) in _PLAIN and t.layout is torch.strided]
+    uses = Counter(t.untyped_storage()._cdata for t in plain)
+    return {
+        id(t)
+        for t in plain
+        if uses[t.untyped_storage()._cdata] == 1 and t.numel() * t.element_size() == t.untyped_storage().nbytes()
+    }
 
 
 def _device_of(batch: Any) -> torch.device | None:

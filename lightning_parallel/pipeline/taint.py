@@ -61,7 +61,7 @@ class _Taint(TorchDispatchMode):
         read = frozenset().union(*(self.get(t) for t in data_read_by(func, args, kwargs)))
         if read:
             self.reads.append((self.where, operator_name(func), _some(read)))
-        inputs = _tensors((args, kwargs))
+        inputs = _operands((args, kwargs))
         sources = NOTHING if operator_name(func) in FACTORIES else NOTHING.union(*map(self.get, inputs))
         written = written_by(func, args, kwargs)
         for tensor in written:
@@ -75,7 +75,7 @@ class _Taint(TorchDispatchMode):
             if self.inside is None and not sources <= self.get(tensor):
                 self.writes.append((self.where, _some(sources), self.buffers.get(_storage(tensor), "")))
             self.set(tensor, self.get(tensor) | sources)
-        for tensor in _tensors(out):
+        for tensor in _operands(out):
             if _storage(tensor) not in storages:  # a view of an input is what the input is
                 self.set(tensor, self.get(tensor) | sources)
         return out
@@ -103,6 +103,17 @@ def _some(sources: Source) -> str:
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _operands(value: Any) -> list[torch.Tensor]:
+    """Tensors among the arguments or results of an operator, which come in tuples, lists and dicts only."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return []
+    return [tensor for item in value for tensor in _operands(item)]
 
 
 def _split(sources: Source) -> tuple[set[str], set[int], set[int]]:

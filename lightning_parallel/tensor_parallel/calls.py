@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_parallel.fakes import fake_like, quiet_fakes
 from lightning_parallel.tensor_parallel.rehearsal import Call, Mismatch, clone_module, tensors_in
 
 __all__ = ["Material", "captured_calls", "direct_calls", "forward_names", "random_module"]
@@ -140,33 +139,18 @@ def _capture(parent: nn.Module, inner: str, make_args: Callable[[], tuple[Any, .
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         raise _Reached(Call(args, kwargs))
 
-    with _quiet_fake_tensors(), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.random.fork_rng(devices=[]):
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with quiet_fakes(), torch.random.fork_rng(devices=[]):
         try:
-            clone = clone_module(parent, lambda _, old: _fake(mode, old)).eval()
+            clone = clone_module(parent, lambda _, old: fake_like(mode, old, torch.device("cpu"))).eval()
             clone.get_submodule(inner).register_forward_pre_hook(stop, with_kwargs=True)
-            clone(*make_args())
+            with mode:
+                clone(*make_args())
         except _Reached as reached:
             return reached.call
         except Exception:  # the boundary to code that is not ours: this way of calling it does not work
             return None
     return None
-
-
-@contextmanager
-def _quiet_fake_tensors() -> Iterator[None]:
-    """An attempt that does not fit is no error of the user's: keep torch from logging it as one."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = disabled
-
-
-def _fake(mode: FakeTensorMode, old: Tensor) -> Tensor:
-    with mode:
-        new = torch.empty(old.shape, dtype=old.dtype, device="cpu")
-    return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
 
 
 def _materialised(call: Call, module: nn.Module, material: Material) -> Call:

@@ -109,15 +109,13 @@ def find_pairs(model: nn.Module, taken: set[str]) -> tuple[Pair, ...]:
     """Attention pairs, MLP pairs by name, and Sequentials of two Linears; names in ``taken`` are left out."""
     finder = _Finder(model, set(taken))
     modules = dict(model.named_modules())
+    of_torch = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    parents = {name: m for name, m in modules.items() if m._modules and not isinstance(m, of_torch)}
     for find in (_attention, _mlp, _sequential):
-        for name, module in modules.items():
-            inside_torch = isinstance(
-                module, (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-            )
-            if not inside_torch:
-                for pair in find(modules, name, module):
-                    if finder.add(pair):
-                        break
+        for name, module in parents.items():
+            for pair in find(modules, name, module):
+                if finder.add(pair):
+                    break
     order = {name: place for place, name in enumerate(modules)}
     return tuple(sorted(finder.pairs, key=lambda pair: order[pair.layers[0]]))
 

@@ -245,9 +245,9 @@ def _clone(module: nn.Module, prefix: str, tensor: Callable[[str, Tensor], Tenso
         raise Mismatch(f"the forward of its {type(module).__name__} is replaced on the instance")
     clone = type(module).__new__(type(module))
     seen[id(module)] = clone
-    state: dict[str, Any] = {key: _copied(value, module, clone) for key, value in vars(module).items()}
-    for key in [key for key in state if "_hooks" in key]:
-        state[key] = type(state[key])()
+    state: dict[str, Any] = {
+        key: type(value)() if "_hooks" in key else _copied(value, module, clone) for key, value in vars(module).items()
+    }
     state["_compiled_call_impl"] = None
     state["_modules"] = {
         name: None if child is None else _clone(child, f"{prefix}{name}.", tensor, seen)
@@ -265,6 +265,8 @@ def _clone(module: nn.Module, prefix: str, tensor: Callable[[str, Tensor], Tenso
 def _copied(value: Any, module: nn.Module, clone: nn.Module) -> Any:
     if isinstance(value, MethodType) and value.__self__ is module:
         return MethodType(value.__func__, clone)
+    if type(value) in (dict, list, set):
+        return value.copy()
     return copy.copy(value) if isinstance(value, (dict, list, set)) else value
 
 
