@@ -85,6 +85,18 @@ def test_foreign_imports_fit_the_floor() -> None:
                 assert module.floor == "Glue", f"{place} {entry.line}: only glue imports {entry.full}"
 
 
+def test_unit_tests_load_no_lightning() -> None:
+    """It takes each process longer to load than all tests of a file: what needs it is tested in tests/glue."""
+    loading = (*LIGHTNING, *(f"{PACKAGE}.{room}" for room in ("strategies", "callbacks", "metrics")))
+    found = []
+    for path in sorted((ROOT / "tests" / "unit").rglob("*.py")):
+        test = Module(path)
+        for entry in test.imports:
+            if any(entry.within(package) for package in loading):
+                found.append(f"{path.relative_to(ROOT)}:{entry.line} imports {entry.full}")
+    assert not found
+
+
 def test_raw_collectives_stay_in_few_files() -> None:
     others = [module for module in MODULES.values() if module.relative not in RAW_DISTRIBUTED]
     assert not [

@@ -39,6 +39,9 @@ class Numbered(Dataset[dict[str, torch.Tensor]]):
 
 
 class Model(GPT):
+    def __init__(self) -> None:
+        super().__init__(layers=3)
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch["tokens"], batch_idx)
 

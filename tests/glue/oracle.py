@@ -63,9 +63,9 @@ class Site:
         if self.layout is not None:
             tensor, pipeline, _ = self.layout
             sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
-            # Uneven parts of most batches, and less to do than with the default of four per stage.
-            parts = {"micro_batches": MICRO_BATCHES} if pipeline > 1 else {}
             where["devices"] = math.prod(self.layout)
+            # Uneven parts of most batches, and less to do than with the default of four per stage.
+            parts = {"micro_batches": MICRO_BATCHES if where["devices"] < 8 else 2} if pipeline > 1 else {}
             where["strategy"] = TensorPipelineStrategy(**{"plan": PLAN, **sizes, **parts, **self.options})
         return Trainer(accelerator="cpu", **where, **{**QUIET, "max_epochs": 2, **kwargs})
 

@@ -214,7 +214,7 @@ def refused(site: Site) -> str:
 
 def test_a_part_that_nothing_draws_is_named(ranks: Ranks) -> None:
     for text in on_layout(ranks, (1, 1, 2), refused):
-        assert text.startswith("layers.3 was built on the meta device")
+        assert text.startswith("layers.2 was built on the meta device")
 
 
 def fresh_data(site: Site) -> Any:

@@ -121,11 +121,10 @@ def test_two_machines_keep_tensor_groups_inside_and_replicas_across(tmp_path: Pa
     check(tmp_path, plain, (2, 1, 2))
 
 
-def test_spawn_brings_the_weights_back_to_the_main_process(tmp_path: Path, plain: dict[str, Any]) -> None:
+def test_spawn_brings_the_weights_back_to_the_main_process(ranks: Ranks, tmp_path: Path, plain: dict[str, Any]) -> None:
     sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "start_method": "spawn"}
     options = script(tmp_path, devices=2, batch_size=GLOBAL_BATCH, strategy=sizes)
-    done = run_python(options, cwd=tmp_path, timeout=110)
-    assert done.returncode == 0, done.output
+    ranks(1, run_script, SCRIPT, list(map(str, options[1:])), tmp_path, timeout=110)
     check(tmp_path, plain, (2, 1, 1))
     main = json.loads((tmp_path / "main.json").read_text())
     assert_same(main, {key: plain[key] for key in ("weights", "val_loss")}, "the main process")

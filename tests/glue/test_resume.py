@@ -87,10 +87,12 @@ def expected(runs: Runs) -> dict[str, tuple[Any, Path]]:
 @pytest.mark.parametrize("target", TWO, ids=str)
 def test_any_layout_continues_any_other(runs: Runs, expected: dict[str, tuple[Any, Path]], target: Any) -> None:
     sources = []
-    for layout in TWO:
+    for place, layout in enumerate(TWO):
         if (layout, target) != (PLAIN, PLAIN):
             runs.result(layout)
-            sources += [runs.files(layout) / f"{kind}.ckpt" for kind in KINDS]
+            # From itself at every point; from the others at points that change, so that each pair and each point occur.
+            kinds = KINDS if layout == target else [KINDS[(place + TWO.index(target)) % len(KINDS)]]
+            sources += [runs.files(layout) / f"{kind}.ckpt" for kind in kinds]
     for source, (results, file) in zip(sources, runs.resumed(target, sources), strict=True):
         for rank, result in enumerate(results):
             assert_same(result, expected[source.stem][0], f"rank {rank} of {target} from {source}")

@@ -233,7 +233,7 @@ class OneTightRank(GPT):
     """On rank 1 memory ends in the middle of a step of more than a few samples."""
 
     def __init__(self, most: int) -> None:
-        super().__init__()
+        super().__init__(layers=3)
         self.most = most
         self.steps = 0
         self.seen = SumMetric()

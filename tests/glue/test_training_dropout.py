@@ -165,7 +165,7 @@ def observe_recomputation(site: Site) -> Any:
     for run in ways:
         seed_everything(3)
         module = Drops() if run is None else Drops(run)
-        runs.append((fit(site, module, Samples(20), max_epochs=1), module.notes.entries))
+        runs.append((fit(site, module, Samples(12), max_epochs=1), module.notes.entries))
     return runs
 
 

@@ -47,7 +47,7 @@ class WithGroups(GPT):
 
 
 def all_optimizers(site: Site) -> Any:
-    return [fit(site, WithSGD(), max_epochs=1), fit(site, WithAdamW(), max_epochs=1), fit(site, WithGroups())]
+    return [fit(site, WithSGD(3), max_epochs=1), fit(site, WithAdamW(3), max_epochs=1), fit(site, WithGroups(3))]
 
 
 @pytest.mark.parametrize("layout", EVERY)
@@ -70,12 +70,12 @@ class Gradients(Callback):
 def accumulation_and_clipping(site: Site) -> Any:
     """Five batches an epoch, of which the last is uneven, so that every window has an uneven end."""
     value = Gradients()
-    by_value: dict[str, Any] = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "callbacks": [value]}
+    by_value: dict[str, Any] = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    changing = GradientAccumulationScheduler({0: 3, 1: 2})
     runs = [
         fit(site, WithGroups(), accumulate_grad_batches=2),
-        fit(site, WithSGD(), callbacks=[GradientAccumulationScheduler({0: 3, 1: 2})]),
         fit(site, WithSGD(), gradient_clip_val=0.2, accumulate_grad_batches=3, max_epochs=1),
-        fit(site, WithSGD(), **by_value, max_epochs=1),
+        fit(site, WithSGD(), callbacks=[changing, value], **by_value),
     ]
     assert max(value.largest) == pytest.approx(0.01)
     return runs

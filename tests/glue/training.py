@@ -74,7 +74,7 @@ class Layer(nn.Module):
 class GPT(LightningModule):
     """Embedding, layers and head; `configure_optimizers` is set by the scenario."""
 
-    def __init__(self, layers: int = 3, width: int = 8, heads: int = 2) -> None:
+    def __init__(self, layers: int = 2, width: int = 8, heads: int = 2) -> None:
         super().__init__()
         self.tok = nn.Embedding(VOCABULARY, width)
         self.pos = nn.Embedding(LENGTH, width)
