@@ -50,6 +50,8 @@ class ShardBucket:
     ) -> None:
         self.layout = layout
         self.parameters = list(parameters)
+        # Those of the tensor ranks' parts; after the run parameters are whole again, and files may still be written.
+        self.shapes = [p.shape for p in self.parameters]
         self.group = self.gather_group = group
         self.keeps_buffer = keeps_buffer
         self.is_replicated = is_replicated
@@ -79,8 +81,8 @@ class ShardBucket:
         self._work: Any = None
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        slots = zip(self.layout.slots, self.parameters, strict=True)
-        return [flat[slot.offset : slot.offset + slot.numel].view(p.shape) for slot, p in slots]
+        slots = zip(self.layout.slots, self.shapes, strict=True)
+        return [flat[slot.offset : slot.offset + slot.numel].view(shape) for slot, shape in slots]
 
     def _copy_for_optimizer(self) -> Tensor:
         """A float32 copy of this rank's share; with a storage, that makes it."""
@@ -118,7 +120,7 @@ class ShardBucket:
 
     def shard_shape(self, place: int) -> torch.Size | None:
         """Shape of what this rank owns of a parameter; None if it owns nothing."""
-        piece, shape = self.pieces[place], self.parameters[place].shape
+        piece, shape = self.pieces[place], self.shapes[place]
         if piece is None or self.layout.owner is not None or not shape:
             return None if piece is None else shape
         return torch.Size((piece[1] - piece[0],))

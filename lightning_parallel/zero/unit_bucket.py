@@ -65,7 +65,7 @@ class UnitBucket(ShardBucket):
         self._keep(self.own.clone())
         self.attach(self._between_steps())
         self._nothing = torch.full((), not_a_value(self.own.dtype), dtype=self.own.dtype, device=self.own.device)
-        self._hidden = [self._nothing.expand(p.shape) for p in self.parameters]
+        self._hidden = [self._nothing.expand(shape) for shape in self.shapes]
         self.presence = Presence.AWAY
         self.is_showing = False
         """Parameters are being told where their values are."""
@@ -182,7 +182,7 @@ class UnitBucket(ShardBucket):
 
     def gather_one(self, place: int, share: Tensor) -> Tensor:
         """One parameter, or a copy of it, from every rank's share. Collective over the group."""
-        shape = self.parameters[place].shape
+        shape = self.shapes[place]
         ranges = [self.layout.piece(place, rank) or (0, 0) for rank in range(comm.group_size(self.gather_group))]
         sizes = [stop - start for start, stop in ranges]
         if not any(sizes):

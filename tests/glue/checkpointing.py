@@ -53,12 +53,13 @@ class DropLayer(Layer):
 
 
 class TiedGPT(GPT):
-    """Tied head, parameter groups, a buffer that training changes, a cosine schedule, hyperparameters."""
+    """Tied head, parameter groups, a parameter without state, a buffer that training changes, a schedule."""
 
     def __init__(self, optimizer: str = "adamw", dropout: bool = False) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.head.weight = self.tok.weight
+        self.never_used = torch.nn.Parameter(torch.ones(3))
         self.register_buffer("seen", torch.zeros(()))
         if dropout:
             for layer in self.layers:

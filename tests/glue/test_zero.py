@@ -144,7 +144,7 @@ def test_f27_files_are_plain_and_every_layout_continues_every_other(ranks: Ranks
     kinds = ("window", "middle", "epoch")
     expected = on_layout(ranks, None, resumed, plain, [plain / f"{kind}.ckpt" for kind in kinds])[0]
     previous = plain
-    for layout, stage in (((1, 1, 2), 1), ((1, 1, 2), 3), ((1, 2, 2), 2)):
+    for layout, stage in (((2, 1, 2), 1), ((1, 1, 2), 3), ((1, 2, 2), 2)):
         own = tmp_path / f"{layout}-{stage}"
         own.mkdir()
         sources = [origin / f"{kind}.ckpt" for origin, kind in zip((plain, previous, own), kinds, strict=True)]
