@@ -59,7 +59,7 @@ class TiedGPT(GPT):
         super().__init__()
         self.save_hyperparameters()
         self.head.weight = self.tok.weight
-        self.never_used = torch.nn.Parameter(torch.ones(3))
+        self.never_used = torch.nn.LayerNorm(3)
         self.register_buffer("seen", torch.zeros(()))
         if dropout:
             for layer in self.layers:
