@@ -1,7 +1,7 @@
 """Sweep tiny byte-level GPTs at equal compute, fit a scaling law to them, predict a ten times larger run, and run it.
 
     python examples/scaling_sweep.py                      # minutes on two CPU cores
-    python examples/scaling_sweep.py --data my_texts/ --budgets 1e11 3e11 9e11
+    python examples/scaling_sweep.py --data my_texts/ --budgets 1e11 3e11 9e11    # an hour
 
 The text is the standard library that came with this Python. A sweep that was interrupted goes on from its table; remove
 the folder to start again. Every run is an ordinary LightningModule under an ordinary
@@ -15,6 +15,7 @@ import argparse
 import bisect
 import logging
 import math
+import statistics
 import sys
 import time
 import warnings
@@ -34,18 +35,21 @@ from train_gpt import GPT, ByteData
 from lightning_parallel.callbacks import ScalingLawRecorder
 from lightning_parallel.scaling import Law, optimal, verdict
 from lightning_parallel.scaling.fit import FitOptions, LawFit, fit_law
-from lightning_parallel.scaling.isoflop import fit_isoflops
+from lightning_parallel.scaling.isoflop import Valley, fit_isoflops
 from lightning_parallel.scaling.outlook import caveat
 from lightning_parallel.scaling.plot import plot_scaling
 from lightning_parallel.scaling.runs import Run, read_runs
 
-CONTEXT, BATCH, LAYERS, HEAD_SIZE = 64, 16, 2, 4
+# Steps of few bytes, from many places of the text: short runs would have no steps to learn in otherwise.
+CONTEXT, BATCH, LAYERS, HEADS = 32, 8, 2, 2
 STEP_TOKENS = CONTEXT * BATCH
+LR_WIDTH = 16
+"""The width that ``--lr`` is meant for."""
 
 
 def sizes(width: int) -> dict[str, int]:
     """Hyperparameters of the model of a width; depth stays, so that sizes are close enough together."""
-    return {"layers": LAYERS, "width": width, "heads": width // HEAD_SIZE, "context": CONTEXT}
+    return {"layers": LAYERS, "width": width, "heads": HEADS, "context": CONTEXT}
 
 
 @cache
@@ -55,9 +59,21 @@ def count(width: int) -> int:
         return sum(p.numel() for p in GPT(**sizes(width), tie_head=True).parameters())
 
 
+def build(width: int, lr: float) -> GPT:
+    """A model that starts to learn at once, whatever its width.
+
+    The usual deviation of 0.02 suits a width of hundreds; narrow layers so begun do nothing for hundreds of steps. The
+    best rate falls with the width, as it would for matrices alone (1 / width) and not at all for embeddings.
+    """
+    model = GPT(**sizes(width), tie_head=True, lr=lr * math.sqrt(LR_WIDTH / width))
+    for matrix in (parameter for parameter in model.parameters() if parameter.dim() == 2):
+        torch.nn.init.normal_(matrix, std=0.5 / math.sqrt(matrix.shape[1]))
+    return model
+
+
 def closest_width(params: float) -> int:
     """The width whose model is nearest to a number of parameters."""
-    widths = range(HEAD_SIZE, 1025, HEAD_SIZE)
+    widths = range(2 * HEADS, 1025, HEADS)
     above = bisect.bisect_left(widths, params, key=count)
     around = widths[max(0, above - 1) : above + 1] or widths[-1:]
     return min(around, key=lambda width: abs(math.log(count(width) / params)))
@@ -77,7 +93,7 @@ def steps_for(width: int, flops: float) -> int:
 def train(width: int, flops: float, table: Path, arguments: argparse.Namespace) -> Run:
     """Trains one model until the budget is spent and records it."""
     seed_everything(1234, verbose=False)
-    model = GPT(**sizes(width), tie_head=True, lr=arguments.lr)
+    model = build(width, arguments.lr)
     steps = steps_for(width, flops)
     recorder = ScalingLawRecorder(table)
     trainer = Trainer(
@@ -87,6 +103,7 @@ def train(width: int, flops: float, table: Path, arguments: argparse.Namespace) 
         max_epochs=-1,
         val_check_interval=steps,
         check_val_every_n_epoch=None,
+        gradient_clip_val=1.0,
         num_sanity_val_steps=0,
         logger=False,
         enable_checkpointing=False,
@@ -99,24 +116,20 @@ def train(width: int, flops: float, table: Path, arguments: argparse.Namespace) 
     return recorder.run
 
 
-def sweep(arguments: argparse.Namespace, table: Path, console: Console) -> list[Run]:
-    """Every size at every budget, but for those that the table has."""
+def read_or_train(width: int, flops: float, table: Path, arguments: argparse.Namespace, console: Console) -> Run:
+    """The run of a width and a budget, from the table if it is there."""
+    start = time.perf_counter()
+    wanted = (count(width), STEP_TOKENS * steps_for(width, flops))
     done = {(run.params, run.tokens): run for run in read_runs(table).runs} if table.exists() else {}
-    runs = []
-    for flops in arguments.budgets:
-        for width in widths_for(flops, arguments.spread):
-            start = time.perf_counter()
-            run = done.get((count(width), STEP_TOKENS * steps_for(width, flops)))
-            run = run or train(width, flops, table, arguments)
-            seconds = time.perf_counter() - start
-            runs.append(run)
-            console.print(
-                f"{flops:.2g} FLOPs, width {width:4d}: {run.params:9,.0f} parameters, {run.tokens:11,.0f} bytes, "
-                f"val_loss {run.loss:.4f} ({seconds:.0f} s)",
-                highlight=False,
-                soft_wrap=True,
-            )
-    return runs
+    run = done.get(wanted) or train(width, flops, table, arguments)
+    took = "from the table" if wanted in done else f"{time.perf_counter() - start:.0f} s"
+    console.print(
+        f"{flops:.2g} FLOPs, width {width:4d}: {run.params:9,.0f} parameters, {run.tokens:11,.0f} bytes, "
+        f"val_loss {run.loss:.4f} ({took})",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return run
 
 
 def show_fit(fit: LawFit, law: Law, console: Console) -> None:
@@ -130,40 +143,67 @@ def show_fit(fit: LawFit, law: Law, console: Console) -> None:
         console.print("E is none: runs as short as these do not show how low the loss can get")
 
 
-def report(predicted: Run, band: tuple[float, float], observed: Run, law: Law, factor: float, console: Console) -> None:
-    """Prediction beside observation, and what both laws say of the run."""
-    title = f"{factor:g} times the largest budget of the sweep"
-    rows = Table("", "parameters", "bytes", "loss", "bits per byte", title=title)
-    for name, run in (("predicted", predicted), ("observed", observed)):
-        rows.add_row(
-            name, f"{run.params:,.0f}", f"{run.tokens:,.0f}", f"{run.loss:.4f}", f"{run.loss / math.log(2):.4f}"
+def show_valleys(valleys: Sequence[Valley], console: Console) -> None:
+    """Where the loss is lowest at each budget."""
+    for valley in valleys:
+        best = min(valley.runs, key=lambda run: run.loss)
+        place = "among" if valley.inside else "beyond"
+        console.print(
+            f"{valley.flops:.2g} FLOPs: best run {best.params:,.0f} parameters, bottom of the parabola "
+            f"{valley.params:,.0f}, {place} the sizes run",
+            highlight=False,
+            soft_wrap=True,
         )
+
+
+def along_bottoms(valleys: Sequence[Valley], flops: float) -> float:
+    """Loss of the best model of a budget by a power law of compute through the valleys' bottoms (Kaplan et al. 2020).
+
+    It has no floor, so it holds for a while where losses are far above theirs, and in the end promises too much.
+    """
+    compute, losses = ([math.log(getattr(valley, name)) for valley in valleys] for name in ("flops", "loss"))
+    slope, start = statistics.linear_regression(compute, losses)
+    return math.exp(start + slope * math.log(flops))
+
+
+def report(predictions: dict[str, float], observed: Run, factor: float, console: Console) -> None:
+    """Predictions beside the observation."""
+    title = f"{observed.params:,.0f} parameters, {observed.tokens:,.0f} bytes: {factor:g} times the largest budget"
+    rows = Table("", "loss", "bits per byte", "observed - predicted", title=title)
+    for name, loss in predictions.items():
+        difference = observed.loss - loss
+        rows.add_row(
+            f"predicted by {name}",
+            f"{loss:.4f}",
+            f"{loss / math.log(2):.4f}",
+            f"{difference:+.4f} ({difference / loss:+.2%})",
+        )
+    rows.add_row("observed", f"{observed.loss:.4f}", f"{observed.loss / math.log(2):.4f}", "")
     console.print(rows)
-    difference = observed.loss - predicted.loss
-    inside = "inside" if band[0] <= observed.loss <= band[1] else "outside"
-    console.print(
-        f"observed - predicted: {difference:+.4f} ({difference / predicted.loss:+.2%}), {inside} of the 80% bootstrap "
-        f"interval {band[0]:.4f} .. {band[1]:.4f}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    published = f"{verdict(observed.params, observed.tokens)}{caveat(observed.flops)}"
-    for name, text in (
-        ("this sweep", str(verdict(observed.params, observed.tokens, law))),
-        ("the published law", published),
-    ):
-        console.print(f"by {name}: {text}", highlight=False, soft_wrap=True)
+
+
+def judge(observed: Run, band: tuple[float, float] | None, law: Law, console: Console) -> None:
+    """Whether the surface's interval held, and what both laws say of the run."""
+    lines = []
+    if band is not None:
+        inside = "inside" if band[0] <= observed.loss <= band[1] else "outside"
+        lines.append(f"observed: {inside} of the surface's 80% bootstrap interval {band[0]:.4f} .. {band[1]:.4f}")
+    lines.append(f"by this sweep: {verdict(observed.params, observed.tokens, law)}")
+    lines.append(f"by the published law: {verdict(observed.params, observed.tokens)}{caveat(observed.flops)}")
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Options of the command line."""
     parser = argparse.ArgumentParser(description="isoFLOP sweep, fit, prediction and check")
     parser.add_argument("--data", nargs="+", default=[], help="files or folders instead of the standard library")
-    parser.add_argument("--budgets", type=float, nargs="+", default=[2e9, 6e9, 1.8e10], metavar="FLOPS")
-    parser.add_argument("--spread", type=float, nargs="+", default=[0.3, 0.8, 2.0, 5.0], metavar="FACTOR")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[4e9, 1.2e10, 3.6e10], metavar="FLOPS")
+    parser.add_argument("--spread", type=float, nargs="+", default=[0.3, 0.5, 0.8, 1.3, 2.0], metavar="FACTOR")
     parser.add_argument("--factor", type=float, default=10.0, help="how much larger the predicted run is")
-    parser.add_argument("--lr", type=float, default=4e-3)
-    parser.add_argument("--val-bytes", type=int, default=32_769)
+    parser.add_argument("--lr", type=float, default=1.4e-2, help=f"peak at width {LR_WIDTH}; falls as 1 / sqrt(width)")
+    parser.add_argument("--threads", type=int, default=1, help="of torch; models as small as these gain by one only")
+    parser.add_argument("--val-bytes", type=int, default=65_537)
     parser.add_argument("--bootstraps", type=int, default=200)
     parser.add_argument("--out", type=Path, default=Path("scaling_sweep"))
     return parser.parse_args(arguments)
@@ -173,26 +213,32 @@ def main() -> None:
     """Sweep, fit, predict, check."""
     arguments = parse_arguments()
     console = Console()
+    torch.set_num_threads(arguments.threads)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     table = arguments.out / "runs.csv"
-    runs = sweep(arguments, table, console)
+    pairs = [(width, flops) for flops in arguments.budgets for width in widths_for(flops, arguments.spread)]
+    runs = [read_or_train(width, flops, table, arguments, console) for width, flops in pairs]
     fit = fit_law(runs, FitOptions(bootstraps=arguments.bootstraps))
     law = fit.law("this sweep")
     show_fit(fit, law, console)
-    valleys = ()
+    valleys: tuple[Valley, ...] = ()
     try:
         valleys = fit_isoflops(runs).valleys
+        show_valleys(valleys, console)
     except ValueError as error:
         console.print(f"no parabolas: {error}", highlight=False, soft_wrap=True)
     flops = arguments.factor * max(arguments.budgets)
     width = closest_width(law.optimal(flops).params)
     params = count(width)
     tokens = STEP_TOKENS * steps_for(width, flops)
-    predicted = Run.of(params, tokens, fit.surface(params, tokens))
-    band = fit.interval(lambda surface: surface(params, tokens)) or (predicted.loss, predicted.loss)
-    observed = train(width, flops, table, arguments)
-    report(predicted, band, observed, law, arguments.factor, console)
+    predictions = {"the surface": fit.surface(params, tokens)}
+    if valleys:
+        predictions["the valleys"] = along_bottoms(valleys, 6.0 * params * tokens)
+    band = fit.interval(lambda surface: surface(params, tokens))
+    observed = read_or_train(width, flops, table, arguments, console)
+    report(predictions, observed, arguments.factor, console)
+    judge(observed, band, law, console)
     image = plot_scaling(arguments.out / "sweep.png", law, [*arguments.budgets, flops], [*runs, observed], valleys)
     console.print(f"table: {table}, figure: {image}", highlight=False)
 

@@ -41,6 +41,12 @@ class Valley:
     inside: bool
     runs: tuple[Run, ...]
 
+    def parabola(self, params: float) -> float:
+        """Loss of a size on the parabola."""
+        curve, slope, height = self.coefficients
+        size = math.log10(params)
+        return (curve * size + slope) * size + height
+
 
 @dataclass(frozen=True)
 class IsoFlopFit:

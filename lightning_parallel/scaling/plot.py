@@ -33,7 +33,7 @@ def plot_scaling(
         law: whose curves to draw.
         budgets: FLOPs, one curve each.
         runs: finished runs, drawn as points.
-        valleys: parabolas through runs; their bottoms are drawn on the frontier.
+        valleys: parabolas through runs, drawn through them; their bottoms are drawn on the frontier.
 
     Raises:
         ValueError: a suffix that is no image format, or no budget.
@@ -47,7 +47,7 @@ def plot_scaling(
     figure = _new_figure()
     check_image(path)
     left, right = figure.subplots(1, 2)
-    _draw_curves(left, law, sorted(budgets), runs)
+    _draw_curves(left, law, sorted(budgets), runs, valleys)
     _draw_frontiers(right, law, sorted(budgets), valleys)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
@@ -75,21 +75,37 @@ def _new_figure() -> Any:
     return figure
 
 
-def _draw_curves(axes: Any, law: Law, budgets: Sequence[float], runs: Sequence[Run]) -> None:
-    """Loss over parameters, one colour per budget; dots are runs, stars the optima."""
-    for place, flops in enumerate(budgets):
+def _draw_curves(axes: Any, law: Law, budgets: Sequence[float], runs: Sequence[Run], valleys: Sequence[Valley]) -> None:
+    """Loss over parameters, one colour per budget; dots are runs, stars the optima, dotted lines the parabolas."""
+    optima = [law.pair(flops) for flops in budgets]
+    axes.plot([best.params for best in optima], [best.loss for best in optima], color="0.7", zorder=1)
+    for place, (flops, best) in enumerate(zip(budgets, optima, strict=True)):
         colour = f"C{place % 10}"
-        best = law.pair(flops)
-        near = [run for run in runs if min(budgets, key=lambda b: abs(math.log(b / run.flops))) == flops]
+        near = [run for run in runs if _nearest(run.flops, budgets) == flops]
         low = min([best.params / SIDES, *(run.params for run in near)])
         high = max([best.params * SIDES, *(run.params for run in near)])
-        sizes = [low * (high / low) ** (index / (POINTS - 1)) for index in range(POINTS)]
+        sizes = _between(low, high)
         losses = [law.surface(size, flops / FLOPS_PER_PARAM_AND_TOKEN / size) for size in sizes]
         axes.plot(sizes, losses, color=colour, label=f"{flops:.2g} FLOPs")
         axes.plot([best.params], [best.loss], marker="*", markersize=11, color=colour)
         axes.plot([run.params for run in near], [run.loss for run in near], "o", color=colour)
+        for valley in (valley for valley in valleys if _nearest(valley.flops, budgets) == flops):
+            sizes = _between(valley.runs[0].params, valley.runs[-1].params)
+            axes.plot(sizes, [valley.parabola(size) for size in sizes], ":", color=colour)
+    keys = [("-", "*", "optima of the law"), *([("none", "o", "runs")] if runs else [])]
+    keys += [(":", "none", "parabolas through the runs")] if valleys else []
+    for line, marker, name in keys:
+        axes.plot([], [], linestyle=line, marker=marker, color="0.5", label=name)
     axes.set(xscale="log", xlabel="parameters", ylabel="loss, nats per token", title=f"equal compute, law {law.name!r}")
     axes.legend(fontsize="small")
+
+
+def _nearest(flops: float, budgets: Sequence[float]) -> float:
+    return min(budgets, key=lambda budget: abs(math.log(budget / flops)))
+
+
+def _between(low: float, high: float) -> list[float]:
+    return [low * (high / low) ** (index / (POINTS - 1)) for index in range(POINTS)]
 
 
 def _draw_frontiers(axes: Any, law: Law, budgets: Sequence[float], valleys: Sequence[Valley]) -> None:

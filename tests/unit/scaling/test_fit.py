@@ -116,7 +116,10 @@ def test_parabolas_through_budgets() -> None:
         assert valley.params == pytest.approx(best.params, rel=0.12)
         assert valley.loss == pytest.approx(best.loss, rel=0.02)
         assert 6 * valley.params * valley.tokens == pytest.approx(valley.flops)
-        assert np.polyval(valley.coefficients, math.log10(valley.params)) == pytest.approx(valley.loss)
+        assert valley.parabola(valley.params) == pytest.approx(valley.loss)
+        assert valley.parabola(2 * valley.params) == pytest.approx(
+            np.polyval(valley.coefficients, math.log10(2 * valley.params))
+        )
         assert valley.inside
         assert len(valley.runs) == 9
     assert fit.law().optimal(5.76e23).params == pytest.approx(truth.optimal(5.76e23).params, rel=0.25)
