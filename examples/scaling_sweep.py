@@ -1,12 +1,12 @@
 """Sweep tiny byte-level GPTs at equal compute, fit a scaling law to them, predict a ten times larger run, and run it.
 
     python examples/scaling_sweep.py                      # minutes on two CPU cores
-    python examples/scaling_sweep.py --data my_texts/ --budgets 1e11 3e11 9e11    # an hour
+    python examples/scaling_sweep.py --data my_texts/ --budgets 1e11 3e11 9e11
 
 The text is the standard library that came with this Python. A sweep that was interrupted goes on from its table; remove
-the folder to start again. Every run is an ordinary LightningModule under an ordinary
-Trainer; a callback adds it to a table, which `lightning-parallel scaling fit TABLE --plot` reads as well. At the end
-the prediction stands beside what the larger run really reached.
+the folder to start again, also with another --lr. Every run is an ordinary LightningModule under an ordinary Trainer; a
+callback adds it to a table, which `lightning-parallel scaling fit TABLE --plot` reads as well. At the end two
+predictions stand beside what the larger run really reached: that of the fitted surface, and that of the valleys alone.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def count(width: int) -> int:
 def build(width: int, lr: float) -> GPT:
     """A model that starts to learn at once, whatever its width.
 
-    The usual deviation of 0.02 suits a width of hundreds; narrow layers so begun do nothing for hundreds of steps. The
+    The usual deviation of 0.02 suits a width of hundreds; narrow layers so begun add almost nothing for many steps. The
     best rate falls with the width, as it would for matrices alone (1 / width) and not at all for embeddings.
     """
     model = GPT(**sizes(width), tie_head=True, lr=lr * math.sqrt(LR_WIDTH / width))

@@ -16,6 +16,8 @@ __all__ = ["check_image", "plot_scaling"]
 
 SIDES = 10.0
 """Curves reach from this factor below the optimal size to this factor above it, and to every run."""
+SIDES_OF_RUNS = 3.0
+"""The same in figures with runs, whose valleys would look flat beside curves that go much further."""
 POINTS = 81
 
 
@@ -82,8 +84,9 @@ def _draw_curves(axes: Any, law: Law, budgets: Sequence[float], runs: Sequence[R
     for place, (flops, best) in enumerate(zip(budgets, optima, strict=True)):
         colour = f"C{place % 10}"
         near = [run for run in runs if _nearest(run.flops, budgets) == flops]
-        low = min([best.params / SIDES, *(run.params for run in near)])
-        high = max([best.params * SIDES, *(run.params for run in near)])
+        reach = SIDES_OF_RUNS if runs else SIDES
+        low = min([best.params / reach, *(run.params for run in near)])
+        high = max([best.params * reach, *(run.params for run in near)])
         sizes = _between(low, high)
         losses = [law.surface(size, flops / FLOPS_PER_PARAM_AND_TOKEN / size) for size in sizes]
         axes.plot(sizes, losses, color=colour, label=f"{flops:.2g} FLOPs")
