@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +11,6 @@ from torch import nn, optim
 
 from lightning_parallel.zero.offload import Offload
 from lightning_parallel.zero.sharder import ShardOptions, ZeroSharder
-from tests.harness.process import ROOT
 
 
 def parameters(count: int = 4) -> list[nn.Parameter]:
@@ -36,51 +31,6 @@ def backward(sharded: ZeroSharder, members: list[nn.Parameter]) -> torch.Tensor:
     sharded.finish()
     sharded.deliver()
     return loss.detach()
-
-
-def killed(folder: str) -> None:
-    """Runs in a process of its own, which dies when the third bucket of the second step has come in."""
-    members = parameters()
-    optimizer = optim.AdamW(members, lr=0.5)
-    sharded = sharder(members, optimizer, "nvme", Path(folder))
-    backward(sharded, members)
-    optimizer.step()
-    storage = sharded.storage
-    assert storage is not None
-    arrive, arrived = storage.arrive, []
-
-    def dies(bucket: Any, stepped: Any) -> None:
-        arrive(bucket, stepped)
-        arrived.append(bucket)
-        if len(arrived) == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    storage.arrive = dies  # type: ignore[method-assign]
-    optimizer.step()
-
-
-def test_f31_a_run_after_a_killed_one_neither_reads_its_file_nor_trips_over_it(tmp_path: Path) -> None:
-    code = f"from tests.unit.zero.test_offloaded_step import killed; killed({str(tmp_path)!r})"
-    died = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True)
-    assert died.returncode == -signal.SIGKILL, died.stderr.decode()
-    (left,) = tmp_path.iterdir()
-    assert (left / "state.bin").stat().st_size > 0, "nobody cleans up after a killed process"
-    members, plain = parameters(), parameters()
-    optimizer, expected = (optim.AdamW(some, lr=0.5, fused=True) for some in (members, plain))
-    sharded = sharder(members, optimizer, "nvme", tmp_path)
-    (mine,) = tmp_path.iterdir()
-    assert mine.name != left.name
-    for _ in range(2):
-        optimizer.zero_grad()
-        backward(sharded, members)
-        optimizer.step()
-        for place, p in enumerate(plain):
-            p.grad = torch.full((3, 2), place + 1.0)
-        expected.step()
-    torch.testing.assert_close(members, plain, atol=1e-6, rtol=1e-6)
-    assert sharded.storage is not None
-    sharded.storage.remove()
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["cpu", "nvme"])

@@ -27,7 +27,7 @@ from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.memory import memory_by_stage
 from lightning_parallel.planner.model_shape import ModelShape
 
-EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "train_gpt.py"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
 BATCH, SEQ, WIDTH, HEADS = 2, 128, 128, 2
 SHAPE = ModelShape.gpt(4, WIDTH, HEADS, vocab=256, seq=SEQ)
 CLUSTER = Cluster(find_gpu("a100-80gb"))
