@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from math import isfinite, lcm
 
@@ -84,16 +85,28 @@ class _Costs:
             return range(self.blocks, self.blocks + 1)
         return range(start + 1, self.blocks - (self.stages - stage - 1) + 1)
 
+    def stops_within(self, stage: int, start: int, limit: int) -> range:
+        """The `stops` up to which ``stage`` is no heavier than ``limit``."""
+        stops = self.stops(stage, start)
+        return stops[: bisect_right(stops, limit, key=lambda stop: self(stage, start, stop))]
+
 
 def _lightest_maximum(costs: _Costs) -> int:
     """Weight of the heaviest stage in the best split."""
     best = {costs.blocks: 0}
     for stage in reversed(range(costs.stages)):
-        best = {
-            start: min(max(costs(stage, start, stop), best[stop]) for stop in costs.stops(stage, start))
-            for start in costs.starts(stage)
-        }
+        best = {start: _lightest_from(costs, stage, start, best) for start in costs.starts(stage)}
     return best[0]
+
+
+def _lightest_from(costs: _Costs, stage: int, start: int, rest: Mapping[int, int]) -> int:
+    """Weight of the heaviest stage from ``stage`` on, with ``rest`` that of those behind it by their start.
+
+    The later a stage stops, the heavier it is and the lighter the rest: the best stop is where the two cross.
+    """
+    stops = costs.stops(stage, start)
+    crossing = bisect_left(stops, True, key=lambda stop: costs(stage, start, stop) >= rest[stop])
+    return min(max(costs(stage, start, stop), rest[stop]) for stop in stops[max(0, crossing - 1) : crossing + 1])
 
 
 def _most_even(costs: _Costs, limit: int) -> Bounds:
@@ -105,8 +118,8 @@ def _most_even(costs: _Costs, limit: int) -> Bounds:
             # Smaller bounds compare first, so a tie goes to fewer blocks on the earlier stage.
             options = (
                 (best[stop][0] + costs(stage, start, stop) ** 2, ((start, stop), *best[stop][1]))
-                for stop in costs.stops(stage, start)
-                if stop in best and costs(stage, start, stop) <= limit
+                for stop in costs.stops_within(stage, start, limit)
+                if stop in best
             )
             option = min(options, default=None)
             if option is not None:
