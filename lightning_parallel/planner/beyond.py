@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from lightning_parallel.planner.cost import least_seconds, pass_seconds, step_time
-from lightning_parallel.planner.fitting import WORTHWHILE, Plan, fits, plan_of
+from lightning_parallel.planner.fitting import WORTHWHILE, Plan, fits, plan_of, surely_too_large
 from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.memory import fullest_stage
 from lightning_parallel.planner.runnable import missing
@@ -45,8 +45,8 @@ def faster_elsewhere(job: TrainingJob, fixed: Mapping[str, Any], limit: float) -
     """The fastest split that fits for everything that no strategy runs, and each combination that gains by its parts.
 
     A combination of needs has to be faster by 1% than all of its parts, and than what runs. What is skipped cannot be
-    among them: bounds from below tell, see `least_seconds`, and of ZeRO stages 1 and 2, which take the same time, the
-    one that holds less.
+    among them: bounds from below tell, see `least_seconds` and `least_bytes`, and of ZeRO stages 1 and 2, which take
+    the same time, the one that holds less.
 
     Args:
         job: what is trained, and where.
@@ -114,17 +114,23 @@ class _Search:
         return self._passes[key]
 
     def _ordered(self, arranged: Candidate, whole: float) -> Iterator[tuple[float, Candidate]]:
-        # Stage 2 keeps whole gradients while micro-batches add up, like stage 1, and the shards that it sums.
-        larger = 2 if arranged.micro_batches(self.job) > 1 and arranged.offload == "none" else 1
+        stages = self._stages_with_room(arranged)
         for ordered in orders(self.job, arranged, self.fixed, every=True):
-            for stage in zero_stages(ordered, self.fixed, every=True):
-                if stage == larger and "zero_stage" not in self.fixed:
-                    continue
+            for stage in stages:
                 base = replace(ordered, zero_stage=stage)
                 if missing(self.job, base):
                     least = least_seconds(self.job, base, whole)
                     if least < self.limit:
                         yield least, base
+
+    def _stages_with_room(self, arranged: Candidate) -> list[int]:
+        """ZeRO stages but for those that surely do not fit, whatever the schedule, or hold more in the same time."""
+        # Stage 2 keeps whole gradients while micro-batches add up, like stage 1, and the shards that it sums.
+        larger = 2 if arranged.micro_batches(self.job) > 1 and arranged.offload == "none" else 1
+        found = zero_stages(arranged, self.fixed, every=True)
+        if "zero_stage" not in self.fixed:
+            found = tuple(stage for stage in found if stage != larger)
+        return [stage for stage in found if not surely_too_large(self.job, replace(arranged, zero_stage=stage))]
 
     def _take_fastest(self, base: Candidate, kinds: frozenset[str]) -> None:
         for recompute in recomputes(self.fixed):

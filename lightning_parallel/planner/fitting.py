@@ -5,6 +5,7 @@ what something else beats. A bound from below on a variant's seconds must underc
 else equal, recomputing less is never slower, so the least recomputation that fits is taken; except under ZeRO stage 3,
 where what is recomputed hides the gathers. Memory grows with the micro-batch, so once a size does not fit in any
 variant, no larger one does; except under ZeRO stage 2, which keeps whole gradients only while micro-batches add up.
+Where a bound from below on its memory is more than there is, a variant does not fit.
 """
 
 from __future__ import annotations
@@ -16,11 +17,28 @@ from typing import Any
 from lightning_parallel.planner.cost import StepTime, least_seconds, pass_seconds, step_time
 from lightning_parallel.planner.hardware import GIB
 from lightning_parallel.planner.job import Candidate, TrainingJob
-from lightning_parallel.planner.memory import StageMemory, fullest_stage, host_bytes, memory_by_stage, worst_stage
+from lightning_parallel.planner.memory import (
+    StageMemory,
+    fullest_stage,
+    host_bytes,
+    least_bytes,
+    memory_by_stage,
+    worst_stage,
+)
 from lightning_parallel.planner.units import memory_text, plural
 from lightning_parallel.planner.variants import micro_batches, orders, recomputes, sequence_parallelism
 
-__all__ = ["USABLE_MEMORY", "WORTHWHILE", "Plan", "Rejected", "best_variant", "fits", "has_room", "plan_of"]
+__all__ = [
+    "USABLE_MEMORY",
+    "WORTHWHILE",
+    "Plan",
+    "Rejected",
+    "best_variant",
+    "fits",
+    "has_room",
+    "plan_of",
+    "surely_too_large",
+]
 
 # Part of the memory that may be planned: the rest is for what the allocator and the driver do unasked.
 USABLE_MEMORY = 0.96
@@ -62,6 +80,11 @@ def plan_of(job: TrainingJob, split: Candidate) -> Plan:
     return Plan(split, step_time(job, split), memory_by_stage(job, split), host)
 
 
+def surely_too_large(job: TrainingJob, split: Candidate) -> bool:
+    """Whether a split surely does not fit, whatever its schedule and what it recomputes."""
+    return least_bytes(job, split) > _usable(job)
+
+
 def fits(job: TrainingJob, split: Candidate, worst: StageMemory) -> bool:
     """Whether the GPUs hold the worst stage of a split, and the hosts what is offloaded."""
     return worst.total <= _usable(job) and not _host_lacks(job, split)
@@ -73,6 +96,8 @@ def has_room(job: TrainingJob, base: Candidate, fixed: Mapping[str, Any]) -> boo
         sizes = micro_batches(job, base, fixed)
         for size in sorted({*sizes[:1], *sizes[-1:]}):
             for variant, _ in _arranged(job, replace(base, micro_batch=size), fixed):
+                if surely_too_large(job, variant):
+                    continue
                 for recompute in recomputes(fixed):
                     split = replace(variant, recompute=recompute)
                     worst = fullest_stage(job, split)

@@ -6,15 +6,23 @@ and partitions hands to each rank. Activations count what autograd keeps. The re
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from lightning_parallel.planner.activations import block_bytes, boundary_bytes, logit_bytes, passing_bytes
 from lightning_parallel.planner.hardware import GIB
 from lightning_parallel.planner.job import Candidate, TrainingJob
-from lightning_parallel.planner.stages import blocks_per_stage, live_blocks, stage_parameters
+from lightning_parallel.planner.stages import blocks_per_stage, live_blocks, mean_parameters, stage_parameters
 
-__all__ = ["EXACT_TERMS", "StageMemory", "fullest_stage", "host_bytes", "memory_by_stage", "worst_stage"]
+__all__ = [
+    "EXACT_TERMS",
+    "StageMemory",
+    "fullest_stage",
+    "host_bytes",
+    "least_bytes",
+    "memory_by_stage",
+    "worst_stage",
+]
 
 EXACT_TERMS = ("weights", "gradients", "master_weights", "optimizer")
 
@@ -24,6 +32,8 @@ FRAGMENTATION = 0.05
 BUCKET_BYTES = 1.0 * GIB
 # Blocks whose weights ZeRO-3 holds whole at one time: the running one and the next.
 GATHERED_BLOCKS = 2
+# By how much sums in another order may differ.
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -76,17 +86,33 @@ def fullest_stage(job: TrainingJob, split: Candidate) -> StageMemory:
     """
     *others, end = _loads(job, split)
     moving = _moving(job, split)
-    kept: dict[int, float] = {}
+    kept: dict[float, float] = {}
     for load in others:
         kept[load.held] = max(load.kept, kept.get(load.held, 0.0))
     stages = [_stage(job, split, _Load(held, most), moving, last=False) for held, most in kept.items()]
     return worst_stage((*stages, _stage(job, split, end, moving, last=True)))
 
 
+def least_bytes(job: TrainingJob, split: Candidate) -> float:
+    """A bound from below on the bytes of `fullest_stage`, for a part of its time.
+
+    The mean of all stages: they hold the parameters together, and each keeps a micro-batch of its blocks at least. Full
+    recomputation keeps least, and less than none of it passes. Buckets are left out, since they do not grow evenly.
+
+    Raises:
+        ValueError: the batch, the sequence or the heads cannot be split that way.
+    """
+    share = 1 / split.pipeline
+    kept = block_bytes(job, replace(split, recompute="full")) * job.shape.layers * share
+    moving = _Moving(passing_bytes(job, replace(split, recompute="none")), logit_bytes(job, split) * share)
+    mean = _stage(job, split, _Load(mean_parameters(job.shape, split), kept), moving, last=True)
+    return (mean.total - mean.buckets) * (1 - ROUNDING)
+
+
 class _Load(NamedTuple):
     """Parameters of a stage, and bytes of activations that it keeps."""
 
-    held: int
+    held: float
     kept: float
 
 

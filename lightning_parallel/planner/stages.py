@@ -1,17 +1,14 @@
-"""Pure: which blocks every pipeline stage runs, and how many micro-batches it keeps, from the code that runs."""
+"""Pure: which blocks every pipeline stage runs, and how many micro-batches it keeps."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
-from lightning_parallel.pipeline.actions import Schedule
 from lightning_parallel.pipeline.partition import partition_blocks
-from lightning_parallel.pipeline.schedules import compute_plan
-from lightning_parallel.pipeline.simulate import peak_live_micro_batches
 from lightning_parallel.planner.job import Candidate
 from lightning_parallel.planner.model_shape import ModelShape
 
-__all__ = ["blocks_per_stage", "live_blocks", "live_micro_batches", "stage_parameters"]
+__all__ = ["blocks_per_stage", "live_blocks", "live_micro_batches", "mean_parameters", "stage_parameters"]
 
 
 def blocks_per_stage(shape: ModelShape, split: Candidate) -> tuple[int, ...]:
@@ -28,8 +25,13 @@ def _blocks_per_stage(shape: ModelShape, pipeline: int, virtual_stages: int, bal
     if virtual_stages > 1 or balance == "even":
         return _even_blocks(shape.layers, pipeline, virtual_stages)
     head = shape.head_parameters + (shape.tied_parameters(1) if pipeline > 1 else 0)
-    weights = [shape.block_parameters] * shape.layers
-    bounds = partition_blocks(weights, pipeline, first=shape.embedding_parameters, last=head)
+    return _balanced_blocks(shape.layers, shape.block_parameters, pipeline, shape.embedding_parameters, head)
+
+
+@lru_cache(maxsize=1024)
+def _balanced_blocks(layers: int, block: int, pipeline: int, embedding: int, head: int) -> tuple[int, ...]:
+    """Blocks per stage as strategies here cut them, whatever the length of a sequence."""
+    bounds = partition_blocks([block] * layers, pipeline, first=embedding, last=head)
     return tuple(stop - start for start, stop in bounds)
 
 
@@ -59,14 +61,18 @@ def stage_parameters(shape: ModelShape, split: Candidate) -> tuple[int, ...]:
     return tuple(held)
 
 
-@lru_cache(maxsize=4096)
+def mean_parameters(shape: ModelShape, split: Candidate) -> float:
+    """The mean of `stage_parameters`, or less for a tied head, however the blocks are spread."""
+    held = shape.layers * shape.local_parameters("block", split.tensor)
+    held += shape.local_parameters("embedding", split.tensor) + shape.local_parameters("head", split.tensor)
+    return held / split.pipeline
+
+
 def live_micro_batches(schedule: str, stages: int, micro_batches: int) -> tuple[int, ...]:
-    """Per stage, micro-batches between forward and backward at one time, read off the schedule that runs."""
+    """Per stage, micro-batches between forward and backward at one time, as `peak_live_micro_batches` counts them."""
     if schedule == "gpipe":
         return (micro_batches,) * stages
-    # From as many micro-batches as stages on, 1F1B repeats its steady state.
-    count = min(micro_batches, stages)
-    return peak_live_micro_batches(Schedule(schedule, stages, count, compute_plan(schedule, stages, count)))
+    return tuple(min(micro_batches, stages - stage) for stage in range(stages))
 
 
 def live_blocks(shape: ModelShape, split: Candidate, micro_batches: int) -> tuple[float, ...]:

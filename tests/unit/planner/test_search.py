@@ -16,7 +16,7 @@ from lightning_parallel.planner.cost import step_time
 from lightning_parallel.planner.fitting import WORTHWHILE
 from lightning_parallel.planner.hardware import GIB, Cluster, find_gpu
 from lightning_parallel.planner.job import RECOMPUTES, Candidate, TrainingJob
-from lightning_parallel.planner.memory import fullest_stage, memory_by_stage, worst_stage
+from lightning_parallel.planner.memory import fullest_stage, least_bytes, memory_by_stage, worst_stage
 from lightning_parallel.planner.model_shape import ModelShape
 from lightning_parallel.planner.report import result_data
 from lightning_parallel.planner.runnable import missing
@@ -126,6 +126,14 @@ def test_pruning_loses_nothing(heads: int, batch: int, nodes: int, memory: float
         assert entry.plan.worst.total <= limit
 
 
+@pytest.mark.parametrize("shape", [LLAMA_8B, ModelShape.gpt(7, 1024, 8, seq=512)])
+def test_no_stage_is_emptier_than_the_bound_that_prunes(shape: ModelShape) -> None:
+    job = replace(tight_job(8, 8, 1, 79.2), shape=replace(shape, layers=7))
+    for split in itertools.islice(every_split(job), 0, None, 3):
+        assert least_bytes(job, split) <= fullest_stage(job, split).total, split
+    assert least_bytes(job, Candidate(tensor=2, pipeline=2)) > 0.6 * fullest_stage(job, Candidate(2, 2)).total
+
+
 def test_a_larger_micro_batch_fits_where_stage_2_need_not_add_gradients_up() -> None:
     job = replace(tight_job(8, 8, 1, 79.2), shape=ModelShape.llama(6, 2048, 8, 5632, vocab=1000, seq=128))
     fixed = {"tensor": 1, "pipeline": 1, "zero_stage": 2, "recompute": "none", "offload": "none"}
@@ -225,6 +233,15 @@ def test_sixteen_thousand_gpus_are_searched_in_seconds() -> None:
     result = search(job)
     assert time.process_time() - start < 5
     assert result.plans[0].split.tensor == 8
+
+
+def test_what_nothing_holds_is_searched_in_seconds() -> None:
+    job = TrainingJob(typical_shape(1e12), Cluster(find_gpu("h100-80gb"), nodes=4), 1024)
+    start = time.process_time()
+    result = search(job)
+    assert time.process_time() - start < 5
+    assert not result.plans
+    assert result.rejected[0].reason.startswith("needs 14937.8 GiB (optimizer 7450.6 GiB, master weights 3725.3 GiB)")
 
 
 def test_many_data_for_a_small_model_are_read_in_parallel() -> None:
