@@ -34,7 +34,7 @@ GRADIENT_TRAFFIC = {"fused": 1.0, "plain": 16.0}
 OPTIMIZER_TRAFFIC = 34.0
 # Idle time of a step besides sends, in passes of a stage: a part of the p - 1 of 1F1B, and from 8 stages on a constant
 # for the ends. One v-th for v interleaved chunks; with split backwards in theory a third for ZB-H1, none for ZB-H2 and
-# ZB-V. From the bubble rates in tables 5 and 8 of Qi et al. 2024 (8 to 32 stages), for all numbers of micro-batches.
+# ZB-V. From the bubble rates in tables 5 and 8 of Qi et al. 2024 (8 to 32 stages, 3 micro-batches per stage and more).
 IDLE_PASSES = {"interleaved": (1.0, 0.33), "zero-bubble": (0.445, 1.1), "zb-h2": (0.12, 1.8), "zb-v": (0.13, 0.95)}
 # By how much sums in another order may differ.
 ROUNDING = 1e-9
@@ -88,7 +88,7 @@ def step_time(job: TrainingJob, split: Candidate) -> StepTime:
     return StepTime(
         compute=micro_batches * computing[slowest],
         tensor=micro_batches * blocks[slowest] * exposed,
-        bubble=_bubble(split, sum(totals) - totals[slowest]),
+        bubble=_bubble(split, micro_batches, sum(totals) - totals[slowest]),
         data=gathering + _reduction_seconds(job, split, max(held), computing[slowest]),
         pipeline=_send_seconds(job, split, micro_batches),
         **_update_seconds(job, split, max(held)),
@@ -118,7 +118,8 @@ def least_seconds(job: TrainingJob, split: Candidate, whole: float) -> float:
     Raises:
         ValueError: the batch cannot be split that way.
     """
-    micro_batches, passes = split.micro_batches(job), _idle_passes(split)
+    micro_batches = split.micro_batches(job)
+    passes = _idle_passes(split, micro_batches)
     mean = whole / split.pipeline
     idle = min(micro_batches, passes) * (split.pipeline - 1)
     share = job.shape.parameters / (split.tensor * split.pipeline)
@@ -167,17 +168,38 @@ def _context_seconds(job: TrainingJob, split: Candidate, block: Kernels) -> floa
     return forward + backward + CONTENTION * 2 * once
 
 
-def _bubble(split: Candidate, others: float) -> float:
+def _bubble(split: Candidate, micro_batches: int, others: float) -> float:
     """Idle seconds of the slowest rank: the other stages' micro-batch, once (equal stages: (p - 1) (tF + tB))."""
     if split.pipeline == 1:
         return 0.0
-    return others * _idle_passes(split)
+    return others * _idle_passes(split, micro_batches)
 
 
-def _idle_passes(split: Candidate) -> float:
+def _idle_passes(split: Candidate, micro_batches: int) -> float:
     """Passes of each other stage that the slowest rank waits for."""
     part, ends = IDLE_PASSES.get(split.schedule, (1.0, 0.0))
-    return part / split.virtual_stages + ends / max(7, split.pipeline - 1)
+    others = max(1, split.pipeline - 1)
+    usual = part / split.virtual_stages + ends / max(7, others)
+    return max(usual, _starved_passes(split, micro_batches) / others)
+
+
+def _starved_passes(split: Candidate, micro_batches: int) -> float:
+    """Passes that a rank waits when too few micro-batches fill a schedule: counted, with sends that take no time.
+
+    Until a micro-batch is back, there are only the forwards of the others. Split backwards have three equal parts.
+    """
+    p, m, v = split.pipeline, micro_batches, split.virtual_stages
+    if split.schedule == "zero-bubble":
+        return (2 * p - 1 - min(m, p)) / 3
+    if split.schedule == "zb-h2":
+        return (2 * p - 1 - m) / 3
+    if split.schedule == "zb-v":
+        # The V is passed twice, forward and backward, by half stages.
+        return max(2 * p - 1 - m, 4 * p - 1 - 4 * m) / 6
+    if split.schedule == "interleaved":
+        # Each round of chunks takes as long as one of p micro-batches.
+        return (p - 1 + (v - 1) * max(0, p - m)) / v
+    return 0.0
 
 
 def _send_seconds(job: TrainingJob, split: Candidate, micro_batches: int) -> float:
@@ -221,7 +243,7 @@ def idle_share(split: Candidate, micro_batches: int, send: float = 0.0) -> float
     >>> f"{idle_share(Candidate(pipeline=4), 8):.3f}"
     '0.273'
     """
-    passes = _bubble(split, split.pipeline - 1.0)
+    passes = _bubble(split, micro_batches, split.pipeline - 1.0)
     if split.pipeline > 1:
         passes += 2 * send * (split.pipeline - 1 + _exposed_sends(split, micro_batches, ("1f1b",)))
     return passes / (micro_batches + passes)

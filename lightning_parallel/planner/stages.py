@@ -79,7 +79,8 @@ def live_blocks(shape: ModelShape, split: Candidate, micro_batches: int) -> tupl
     """Per pipeline rank, blocks times micro-batches whose activations it keeps at one time.
 
     Interleaved (Narayanan et al. 2021): rank r warms up with 2 (p - r - 1) + (v - 1) p passes of a chunk and keeps one
-    more. Zero bubble (Qi et al. 2024): ZB-H2 keeps 2 (p - r) - 1 micro-batches and ZB-V p on every rank.
+    more. Zero bubble (Qi et al. 2024): ZB-H2 keeps 2 (p - r) - 1 micro-batches and ZB-V p on every rank. Where there
+    are too few to fill the bubble, every rank puts the second halves of its backwards off and keeps all.
     """
     p, v = split.pipeline, split.virtual_stages
     blocks = blocks_per_stage(shape, split)
@@ -92,9 +93,14 @@ def live_blocks(shape: ModelShape, split: Candidate, micro_batches: int) -> tupl
             passes = min(2 * (p - rank - 1) + (v - 1) * p + 1, micro_batches * v)
             found.append(held / v * passes)
         elif split.schedule == "zb-h2":
-            found.append(held * min(2 * (p - rank) - 1, micro_batches))
+            found.append(held * _put_off(micro_batches, 2 * p - 1, 2 * (p - rank) - 1))
         elif split.schedule == "zb-v":
             found.append(float(held * min(p, micro_batches)))
         else:
-            found.append(held * min(p - rank, micro_batches))
+            found.append(held * _put_off(micro_batches, p, p - rank))
     return tuple(map(float, found))
+
+
+def _put_off(micro_batches: int, filling: int, kept: int) -> int:
+    """All micro-batches while there are too few, then those that are kept."""
+    return micro_batches if micro_batches < filling else kept

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_parallel.pipeline.schedules import build_schedule
+from lightning_parallel.pipeline.actions import Action, Kind, Schedule
+from lightning_parallel.pipeline.schedules import Plan, add_communication, add_reduction, build_schedule
 from lightning_parallel.pipeline.simulate import simulate
 from lightning_parallel.planner.cost import hop_seconds, idle_share, step_time
 from lightning_parallel.planner.hardware import Cluster, find_gpu
@@ -70,6 +71,78 @@ def test_better_schedules_have_smaller_bubbles(schedule: str) -> None:
     virtual = 3 if schedule == "interleaved" else 1
     other = replace(BASE, schedule=schedule, virtual_stages=virtual)
     assert step_time(JOB, other).bubble < 0.7 * step_time(JOB, BASE).bubble
+
+
+def filled_plan(stages: int, micro_batches: int) -> Plan:
+    """With halves of backwards apart: a rank takes a first half where it can, else a forward, else a second half."""
+    plan: list[list[Action]] = [[] for _ in range(stages)]
+    done: dict[Action, int] = {}
+    for now in range(3 * (stages + micro_batches)):
+        for stage, actions in enumerate(plan):
+            needs = {
+                Kind.BACKWARD: [(Kind.FORWARD, stage), (Kind.BACKWARD, stage + 1)],
+                Kind.FORWARD: [(Kind.FORWARD, stage - 1)],
+                Kind.WEIGHT: [(Kind.BACKWARD, stage)],
+            }
+            for kind, earlier in needs.items():
+                i = sum(action.kind is kind for action in actions)
+                if i < micro_batches and all(
+                    done.get(Action(k, s, i), now) < now for k, s in earlier if 0 <= s < stages
+                ):
+                    actions.append(Action(kind, stage, i))
+                    done[actions[-1]] = now
+                    break
+    return tuple(map(tuple, plan))
+
+
+def chunked_plan(ranks: int, chunks: int, micro_batches: int) -> Plan:
+    """What interleaving is with fewer micro-batches than ranks: all forwards chunk by chunk, and back."""
+    return tuple(
+        tuple(
+            Action(kind, stage, i)
+            for kind, stages in ((Kind.FORWARD, own), (Kind.BACKWARD, own[::-1]))
+            for stage in stages
+            for i in range(micro_batches)
+        )
+        for own in (range(rank, ranks * chunks, ranks) for rank in range(ranks))
+    )
+
+
+def idle_passes(plan: Plan, micro_batches: int, chunks: int = 1) -> float:
+    """Passes of a stage that the slowest rank waits between its first action and its last."""
+    schedule = Schedule("filled", len(plan) * chunks, micro_batches, add_reduction(add_communication(plan)))
+    split = any(action.kind is Kind.WEIGHT for actions in plan for action in actions)
+    run = simulate(schedule, 1.0, 1.0 if split else 2.0, weight=1.0, transport="buffered")
+    span = max(spans[-1].stop - spans[0].start for spans in run.spans)
+    return span / 3 / chunks - micro_batches
+
+
+@pytest.mark.parametrize("stages", [2, 3, 6])
+@pytest.mark.parametrize("schedule", ["zb-h2", "zero-bubble", "interleaved"])
+def test_too_few_micro_batches_leave_the_bubble_of_the_simulated_schedule(schedule: str, stages: int) -> None:
+    chunks = 3 if schedule == "interleaved" else 1
+    split = Candidate(pipeline=stages, schedule=schedule, virtual_stages=chunks)
+    usual = passes_of(idle_share(split, 1000), 1000)
+    starved = 0
+    for micro_batches in range(1, 2 * stages if schedule == "zb-h2" else stages + 1):
+        plan = filled_plan(stages, micro_batches)
+        if chunks > 1:
+            plan = chunked_plan(stages, chunks, micro_batches)
+        simulated = idle_passes(plan, micro_batches, chunks)
+        found = passes_of(idle_share(split, micro_batches), micro_batches)
+        assert found == pytest.approx(max(usual, simulated)), micro_batches
+        starved += simulated > usual
+    assert starved
+
+
+def test_a_single_micro_batch_passes_the_v_twice() -> None:
+    """Forward and back over 2 p halves of stages, and the last weight: 4 p + 1 of what a rank has 6 of."""
+    split = Candidate(pipeline=8, schedule="zb-v")
+    assert passes_of(idle_share(split, 1), 1) == pytest.approx((4 * 8 + 1 - 6) / 6)
+
+
+def passes_of(share: float, micro_batches: int) -> float:
+    return micro_batches * share / (1 - share)
 
 
 @pytest.mark.parametrize(

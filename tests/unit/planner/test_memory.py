@@ -65,6 +65,14 @@ def test_live_micro_batches_are_those_of_the_schedule(schedule: str, stages: int
     assert found == peak_live_micro_batches(build_schedule(schedule, stages, micro_batches))
 
 
+@pytest.mark.parametrize("schedule", ["zero-bubble", "zb-h2"])
+def test_what_starves_keeps_all_micro_batches_on_every_rank(schedule: str) -> None:
+    shape = replace(ModelShape.gpt(8, 1024, 8), vocab=8)
+    split = Candidate(pipeline=4, schedule=schedule, balance="even")
+    assert live_blocks(shape, split, 3) == (6.0, 6.0, 6.0, 6.0)
+    assert live_blocks(shape, split, 9)[-1] == 2.0
+
+
 def test_interleaving_keeps_the_published_factor() -> None:
     shape = ModelShape.gpt(96, 12288, 96, vocab=51200)
     split = Candidate(pipeline=8, schedule="interleaved", virtual_stages=3)
