@@ -85,18 +85,21 @@ def _one_device(job: TrainingJob, alone: float) -> str:
     return f"One {word} cannot hold the model with a micro-batch ({_of(job, alone)}): {states_text(job)}."
 
 
+def _reach(job: TrainingJob, tensor: int) -> str:
+    """Over which links a tensor group talks."""
+    if tensor > job.cluster.link_domain:
+        return "reaches across nodes, whose network has to"
+    inside = tensor <= job.cluster.gpus_per_node
+    return "stays inside the node, whose links" if inside else "stays over the domain whose links"
+
+
 def _parts(job: TrainingJob, plan: Plan) -> list[str]:
     split, word = plan.split, device_word(job.cluster)
     reasons = []
     if split.tensor > 1:
-        place = (
-            "inside the node, whose links"
-            if split.tensor <= job.cluster.gpus_per_node
-            else "over the domain whose links"
-        )
         reasons.append(
-            f"Tensor parallelism {split.tensor} stays {place} carry its sums ({plan.time.tensor / plan.time.total:.0%} "
-            "of the step is waiting for them)."
+            f"Tensor parallelism {split.tensor} {_reach(job, split.tensor)} carry its sums "
+            f"({plan.time.tensor / plan.time.total:.0%} of the step is waiting for them)."
         )
     if split.pipeline > 1:
         reasons.append(

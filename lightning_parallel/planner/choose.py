@@ -5,19 +5,27 @@ More replicas then take larger global batches, so that layouts are compared by t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from lightning_parallel.layout import divisors
 from lightning_parallel.planner.advice import advice
+from lightning_parallel.planner.beyond import Beyond, faster_elsewhere
 from lightning_parallel.planner.hardware import GIB
 from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.report import result_data
+from lightning_parallel.planner.runnable import missing
 from lightning_parallel.planner.search import Plan, Rejected, SearchResult, rank_layouts
 from lightning_parallel.planner.units import memory_text, plural
+from lightning_parallel.planner.variants import wide_tensors
 
-__all__ = ["Choice", "Choices", "choose"]
+__all__ = ["NOTABLE", "Choice", "Choices", "choose"]
+
+# What no strategy runs is told only where it is faster by this part: a run is about to start.
+NOTABLE = 0.05
+
+Cases = Sequence[tuple[TrainingJob, Mapping[str, Any]]]
 
 
 class Choice(NamedTuple):
@@ -34,10 +42,11 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Choices:
-    """``ranked`` fastest first; the others with the reason."""
+    """``ranked`` fastest first; the others with the reason; what would be notably faster but no strategy runs."""
 
     ranked: tuple[Choice, ...]
     rejected: tuple[tuple[TrainingJob, Rejected], ...]
+    beyond: tuple[tuple[TrainingJob, Beyond], ...] = ()
 
     @property
     def best(self) -> Choice:
@@ -71,9 +80,17 @@ class Choices:
             raise ValueError(self._nearest())
         found = [result_data(SearchResult(choice.job, (choice.plan,), ())) for choice in self.ranked]
         rejected = [result_data(SearchResult(job, (), (entry,)))["rejected"][0] for job, entry in self.rejected]
+        elsewhere = [
+            result_data(SearchResult(job, (), (), beyond=(entry,)))["not_run_here"][0] for job, entry in self.beyond
+        ]
         best = SearchResult(self.best.job, (self.best.plan,), ())
-        plans = [answer["plans"][0] for answer in found]
-        return {**found[0], "plans": plans, "rejected": rejected, "advice": advice(best)}
+        answer = {
+            "plans": [answer["plans"][0] for answer in found],
+            "rejected": rejected,
+            "not_run_here": elsewhere,
+            "advice": advice(best),
+        }
+        return {**found[0], **answer}
 
 
 def choose(
@@ -82,25 +99,68 @@ def choose(
 ) -> Choices:
     """Every layout of the devices with the loader's batch on each replica.
 
+    Tensor groups reach beyond the fast links only when nothing fits otherwise, or when they are given.
+
     Args:
         cases: what is trained, its ``global_batch`` being the sequences that one replica reads per step, with the
             fields of the candidates that are given. More than one where the bytes of the states depend on such a field.
         why_not: why a split cannot be run here; empty if it can.
     """
+    known = [(replica, {"offload": "none", **fixed}) for replica, fixed in cases]
+    found = _ranked(known, why_not)
+    if not found.ranked:
+        wide = [
+            (replica, {**fixed, "tensor": tensor})
+            for replica, fixed in known
+            if "tensor" not in fixed
+            for tensor in wide_tensors(replica)
+        ]
+        across = _ranked(wide, why_not)
+        return replace(across, rejected=found.rejected + across.rejected) if across.ranked else found
+    return replace(found, beyond=tuple(_beyond(known, found.best)))
+
+
+def _ranked(cases: Cases, why_not: Callable[[TrainingJob, Candidate], str]) -> Choices:
     ranked: list[Choice] = []
     rejected: list[tuple[TrainingJob, Rejected]] = []
+    for job, fixed in _jobs(cases):
+        result = rank_layouts(job, fixed)
+        rejected += [(job, entry) for entry in result.rejected]
+        for plan in result.plans:
+            reason = why_not(job, plan.split)
+            if reason:
+                rejected.append((job, Rejected(plan.split, reason)))
+            else:
+                ranked.append(Choice(job, plan))
+    return Choices(tuple(sorted(ranked, key=lambda choice: choice.seconds_per_sequence)), tuple(rejected))
+
+
+def _beyond(cases: Cases, best: Choice) -> Iterator[tuple[TrainingJob, Beyond]]:
+    """What trains notably more sequences per second, the fastest first, where no part of its needs gains as much."""
+    found = [
+        (job, entry)
+        for job, fixed in _jobs([(job, _without_schedule(fixed)) for job, fixed in cases])
+        for entry in faster_elsewhere(job, fixed, best.seconds_per_sequence * job.global_batch)
+        if entry.faster is not None and entry.faster >= NOTABLE
+    ]
+    seen: set[frozenset[str]] = set()
+    for job, entry in sorted(found, key=lambda pair: pair[1].plan.time.total / pair[0].global_batch):
+        needs = frozenset(missing(job, entry.plan.split))
+        if not any(part <= needs for part in seen):
+            seen.add(needs)
+            yield job, entry
+
+
+def _without_schedule(fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """What a strategy's own schedule could be replaced with is looked for here."""
+    return {name: value for name, value in fixed.items() if name != "schedule"}
+
+
+def _jobs(cases: Cases) -> Iterator[tuple[TrainingJob, dict[str, Any]]]:
+    """A job for each number of replicas, with the fields that are given."""
     for replica, fixed in cases:
         for data in _replicas(replica.cluster.gpus, fixed):
-            job = replace(replica, global_batch=replica.global_batch * data)
-            result = rank_layouts(job, {"offload": "none", **fixed, "data": data})
-            rejected += [(job, entry) for entry in result.rejected]
-            for plan in result.plans:
-                reason = why_not(job, plan.split)
-                if reason:
-                    rejected.append((job, Rejected(plan.split, reason)))
-                else:
-                    ranked.append(Choice(job, plan))
-    return Choices(tuple(sorted(ranked, key=lambda choice: choice.seconds_per_sequence)), tuple(rejected))
+            yield replace(replica, global_batch=replica.global_batch * data), {**fixed, "data": data}
 
 
 def _replicas(devices: int, fixed: Mapping[str, Any]) -> list[int]:

@@ -13,7 +13,7 @@ from lightning_parallel.planner.fitting import USABLE_MEMORY, Plan, Rejected, be
 from lightning_parallel.planner.job import TrainingJob
 from lightning_parallel.planner.runnable import missing, unrunnable
 from lightning_parallel.planner.units import device_word, plural
-from lightning_parallel.planner.variants import group_sizes, only_pipelines, zero_stages
+from lightning_parallel.planner.variants import group_sizes, only_pipelines, wide_tensors, zero_stages
 
 __all__ = [
     "FIXABLE",
@@ -63,8 +63,9 @@ class SearchResult:
 def search(job: TrainingJob, fixed: Mapping[str, Any] | None = None) -> SearchResult:
     """The splits of ``job`` over all its GPUs, with some fields of the candidate ``fixed``.
 
-    Offload to the host is tried only when nothing fits without it, or when it is fixed; it comes with ZeRO. With a
-    schedule given, pipelines only are looked at.
+    Offload to the host is tried only when nothing fits without it, or when it is fixed; it comes with ZeRO. Tensor
+    groups reach beyond the fast links only when nothing fits otherwise, or when they are fixed. With a schedule given,
+    pipelines only are looked at.
 
     Raises:
         ValueError: a fixed field that no candidate has, or sizes that do not multiply to the number of GPUs.
@@ -78,6 +79,9 @@ def search(job: TrainingJob, fixed: Mapping[str, Any] | None = None) -> SearchRe
             f"offload {given['offload']} moves what is sharded, but ZeRO stage 0 shards nothing; use 2 or 3"
         )
     result = _without_offload_if_possible(job, given)
+    if not result.plans and "tensor" not in given:
+        across = _across_nodes(job, given)
+        result = replace(across, rejected=across.rejected + result.rejected) if across else result
     offload = result.plans[0].split.offload if result.plans else given.get("offload", "none")
     limit = result.plans[0].time.total if result.plans else inf
     beyond = faster_elsewhere(job, {**given, "offload": offload}, limit)
@@ -95,6 +99,18 @@ def _without_offload_if_possible(job: TrainingJob, given: dict[str, Any]) -> Sea
         if moved.plans:
             return replace(moved, rejected=moved.rejected + result.rejected)
     return result
+
+
+def _across_nodes(job: TrainingJob, given: dict[str, Any]) -> SearchResult | None:
+    """Layouts with tensor groups over slow links, with as little offload as it takes; None if nothing fits even so."""
+    kinds = ["none"] if given.get("zero_stage") == 0 else ["none", "cpu", "nvme"]
+    for offload in [given["offload"]] if "offload" in given else kinds:
+        choices = [{**given, "offload": offload, "tensor": tensor} for tensor in wide_tensors(job)]
+        found = [runnable_layouts(job, fixed) for fixed in choices if anything_fits(job, fixed)]
+        plans = sorted((plan for result in found for plan in result.plans), key=lambda plan: plan.time.total)
+        if plans:
+            return SearchResult(job, tuple(plans), tuple(entry for result in found for entry in result.rejected))
+    return None
 
 
 def runnable_layouts(job: TrainingJob, fixed: Mapping[str, Any]) -> SearchResult:

@@ -21,6 +21,7 @@ __all__ = [
     "orders",
     "recomputes",
     "sequence_parallelism",
+    "wide_tensors",
     "zero_stages",
 ]
 
@@ -62,6 +63,11 @@ def group_sizes(job: TrainingJob, fixed: Fixed, *, every: bool = False) -> Itera
                     sequence_parallel=fixed.get("sequence_parallel", False),
                     balance=fixed.get("balance", "parameters"),
                 )
+
+
+def wide_tensors(job: TrainingJob) -> list[int]:
+    """Sizes of tensor groups that reach beyond the fast links: `group_sizes` leaves them out unless they are given."""
+    return [t for t in divisors(job.cluster.gpus) if job.cluster.link_domain < t <= job.shape.heads]
 
 
 def zero_stages(base: Candidate, fixed: Fixed, *, every: bool = False) -> tuple[int, ...]:
