@@ -10,7 +10,15 @@ from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.precisions import keeps_masters, precision_flag
 from lightning_parallel.planner.runnable import FSDP_SHARDINGS, unrunnable
 
-__all__ = ["alternatives", "recompute_note", "strategy_of", "trainer_line", "yaml_text"]
+__all__ = [
+    "alternatives",
+    "peers",
+    "recompute_note",
+    "strategy_of",
+    "trainer_arguments",
+    "trainer_line",
+    "yaml_text",
+]
 
 _OURS = "lightning_parallel.strategies.TensorPipelineStrategy"
 _ZERO = "lightning_parallel.strategies.ZeroStrategy"
@@ -67,18 +75,26 @@ def _zero_arguments(job: TrainingJob, split: Candidate) -> dict[str, Any]:
 
 
 def alternatives(job: TrainingJob, split: Candidate) -> list[str]:
-    """Trainer lines of Lightning's own strategies that shard as much."""
-    if split.tensor * split.pipeline > 1 or split.context > 1 or not split.zero_stage:
+    """Trainer lines of Lightning's own strategies that shard as much; none where the plan's own line is one."""
+    if not split.zero_stage or (job.narrow and job.states == "true"):
         return []
-    if job.narrow and job.states == "true":
-        return []  # FSDP's line is the plan's own, and DeepSpeed keeps 32-bit copies
-    found: list[tuple[str, dict[str, Any]]] = []
-    if job.master_bytes or not job.narrow:
-        found.append((_DEEPSPEED, _deepspeed(split)))
+    return [_line(job, split, peer["class_path"], peer["init_args"]) for peer in peers(job, split).values()]
+
+
+def peers(job: TrainingJob, split: Candidate) -> dict[str, dict[str, Any]]:
+    """``class_path`` and ``init_args`` of Lightning's own strategies that run a split, by their names there."""
+    if split.tensor * split.pipeline * split.context > 1:
+        return {}
+    if not split.zero_stage:
+        return {"ddp": {"class_path": _DDP, "init_args": {}}}
+    found: dict[str, dict[str, Any]] = {}
+    keeps_copies = not (job.narrow and job.states == "true")
+    if keeps_copies and (job.master_bytes or not job.narrow):
+        found["deepspeed"] = {"class_path": _DEEPSPEED, "init_args": _deepspeed(split)}
     sharding = FSDP_SHARDINGS.get(split.zero_stage)
     if sharding and split.offload == "none":
-        found.append((_FSDP, {"sharding_strategy": sharding}))
-    return [_line(job, split, path, arguments) for path, arguments in found]
+        found["fsdp"] = {"class_path": _FSDP, "init_args": {"sharding_strategy": sharding}}
+    return found
 
 
 def recompute_note(split: Candidate) -> str:
@@ -109,7 +125,8 @@ def _deepspeed(split: Candidate) -> dict[str, Any]:
     return arguments
 
 
-def _trainer_arguments(job: TrainingJob, split: Candidate, class_path: str) -> dict[str, Any]:
+def trainer_arguments(job: TrainingJob, split: Candidate, class_path: str) -> dict[str, Any]:
+    """What the Trainer is given beside the strategy of that class."""
     arguments: dict[str, Any] = {"devices": job.cluster.gpus_per_node}
     if job.cluster.nodes > 1:
         arguments["num_nodes"] = job.cluster.nodes
@@ -129,7 +146,7 @@ def trainer_line(job: TrainingJob, split: Candidate) -> str:
 
 def _line(job: TrainingJob, split: Candidate, class_path: str, arguments: dict[str, Any]) -> str:
     inner = _keywords(arguments)
-    options = _keywords(_trainer_arguments(job, split, class_path))
+    options = _keywords(trainer_arguments(job, split, class_path))
     return f"Trainer(strategy={class_path.rpartition('.')[2]}({inner}), {options})"
 
 
@@ -150,7 +167,7 @@ def yaml_text(job: TrainingJob, split: Candidate) -> str:
         return f"# {strategy['why']}"
     path = strategy["class_path"]
     lines = ["trainer:"]
-    lines += [f"  {name}: {json.dumps(value)}" for name, value in _trainer_arguments(job, split, path).items()]
+    lines += [f"  {name}: {json.dumps(value)}" for name, value in trainer_arguments(job, split, path).items()]
     lines += ["  strategy:", f"    class_path: {path}"]
     if strategy["init_args"]:
         lines.append("    init_args:")

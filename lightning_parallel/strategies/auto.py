@@ -20,6 +20,7 @@ from lightning_parallel.planner.hardware import Cluster, find_gpu
 from lightning_parallel.planner.job import RECOMPUTES
 from lightning_parallel.planner.model_shape import ModelShape
 from lightning_parallel.strategies import _compat
+from lightning_parallel.strategies.chosen import RunnableChoices
 from lightning_parallel.strategies.planning import (
     PlannedPipeline,
     device_memory,
@@ -102,8 +103,8 @@ class AutoStrategy(TensorPipelineStrategy):
         precision: str = "32-true",
         shape: ModelShape | None = None,
         fixed: Mapping[str, Any] | None = None,
-    ) -> Choices:
-        """What the strategy would choose, without a trainer, a process or a weight.
+    ) -> RunnableChoices:
+        """What the strategy would choose, without a trainer, a process or a weight, and what runs it.
 
         Args:
             module: the model, best built on the meta device; its sizes are read off it.
@@ -114,7 +115,8 @@ class AutoStrategy(TensorPipelineStrategy):
             fixed: fields of `planner.job.Candidate` that are given.
         """
         found = shape or shape_of_module(module)
-        return choose(zero_cases(found, cluster, batch_size, precision, dict(fixed or {})), why_not)
+        chosen = choose(zero_cases(found, cluster, batch_size, precision, dict(fixed or {})), why_not)
+        return RunnableChoices(**vars(chosen))
 
     def _choose_layout(self) -> ParallelLayout:
         """Asks the planner, and takes over what it says."""

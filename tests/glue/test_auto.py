@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,17 +14,29 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    Strategy,
+    StrategyRegistry,
+)
 
 from lightning_parallel import AutoStrategy, TensorPipelineStrategy, ZeroConfig
 from lightning_parallel.callbacks import MicroBatchSizer
 from lightning_parallel.callbacks.expected import running_split
+from lightning_parallel.commands.answer import show_parts, standard_console
+from lightning_parallel.commands.plan_text import plan_text
+from lightning_parallel.planner.advice import advice
+from lightning_parallel.planner.choose import Choices
 from lightning_parallel.planner.hardware import GIB, Cluster, cpu_process, find_gpu, recognise
-from lightning_parallel.planner.job import TrainingJob
+from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.model_shape import ModelShape
 from lightning_parallel.planner.search import USABLE_MEMORY, search
-from lightning_parallel.planner.strategy_text import strategy_of, trainer_line, yaml_text
-from tests.glue.oracle import QUIET, Site, assert_same
+from lightning_parallel.planner.strategy_text import peers, strategy_of, trainer_line, yaml_text
+from lightning_parallel.planner.typical import typical_shape
+from lightning_parallel.strategies.chosen import RunnableChoices
+from tests.glue.oracle import QUIET, PeerSite, Site, assert_same
 from tests.glue.training import GPT, Tokens, weights
 from tests.harness import Ranks
 
@@ -88,16 +102,26 @@ def runs(rank: int, world_size: int, tight: float) -> Any:
     assert expected.micro_batch == 2, "and reports expect what was measured"
     with pytest.raises(ValueError, match="attention head count 3 cannot be split"):
         trained("tp", world_size, 4, heads=3)  # not what was asked for: refused and not replaced
+    cluster = Cluster(cpu_process(AMPLE), gpus_per_node=world_size)
+    choices = AutoStrategy.plan(GPT(layers=4), cluster, 4, fixed={"zero_stage": 0, "recompute": "none"})
+    chosen = [trained(choices.strategy(), world_size, 4)]
+    module, site = GPT(layers=4, width=8), PeerSite((1, 1, world_size), rank)  # ddp's own sampler would shuffle
+    site.trainer(strategy=choices.strategy("ddp"), devices=world_size, max_steps=2).fit(
+        module, site.loader(Tokens(16), 8)
+    )
+    chosen.append(weights(module))
     even = [told(TensorPipelineStrategy(), world_size, 8, 2), told(TensorPipelineStrategy(), world_size, 4, 3)]
-    return found, measured, even
+    return found, measured, chosen, even
 
 
 def test_it_becomes_the_layout_that_memory_allows(ranks: Ranks) -> None:
     expected = trained("auto", 1, 8)
     three_heads = trained("auto", 1, 8, 3)
     both = ranks(2, runs, tight_memory(), launch="lightning")
-    for rank, (found, measured, (even, uneven)) in enumerate(both):
+    for rank, (found, measured, chosen, (even, uneven)) in enumerate(both):
         assert_same(measured, expected, "with measured micro-batches")
+        for after in chosen:
+            assert_same(after, expected, "the strategies of a plan made before")
         assert even[0] == (2, 1, 1)
         assert_same(even[1], expected, "the even split")
         assert even[2] == []
@@ -111,7 +135,7 @@ def test_it_becomes_the_layout_that_memory_allows(ranks: Ranks) -> None:
         for sizes, after, printed in found:
             assert_same(after, expected, str(sizes))
             assert ("layouts that fit, fastest first" in printed) == (rank == 0), "one rank tells"
-    layouts = [[sizes for sizes, _, _ in found] for found, _, _ in both]
+    layouts = [[sizes for sizes, _, _ in found] for found, *_ in both]
     assert layouts[0] == layouts[1], "ranks agree"
     ample, tight = layouts[0]
     assert ample == (1, 1, 2)
@@ -142,6 +166,91 @@ def test_a_plan_needs_no_trainer_and_keeps_what_is_given() -> None:
         AutoStrategy.plan(torch.nn.Identity(), cluster, 2)
     with pytest.raises(ValueError, match="precision='64-true' is not planned"):
         AutoStrategy.plan(torch.nn.Identity(), cluster, 2, "64-true", shape)
+
+
+def choices_of(**fixed: Any) -> RunnableChoices:
+    shape = ModelShape.llama(16, 2048, 16, 5632, seq=2048)
+    cluster = Cluster(find_gpu("h100-80gb"), nodes=2)
+    return AutoStrategy.plan(torch.nn.Identity(), cluster, 8, "bf16-mixed", shape, {"recompute": "none", **fixed})
+
+
+def test_a_plan_makes_the_strategy_that_runs_it() -> None:
+    ours = choices_of(tensor=2, pipeline=2, zero_stage=2, micro_batch=2).trainer_arguments()
+    strategy = ours.pop("strategy")
+    assert (strategy.tensor_config.size, strategy.pipeline_config.size) == (2, 2)
+    assert (strategy.pipeline_config.micro_batches, strategy.zero_config.stage) == (4, 2)
+    assert ours == {"devices": 8, "num_nodes": 2, "precision": "bf16-mixed"}
+    sharded = choices_of(tensor=1, pipeline=1, zero_stage=3, micro_batch=2)
+    assert (sharded.loader_batch_size(), sharded.loader_batch_size("fsdp")) == (8, 2)
+    theirs = sharded.trainer_arguments("fsdp")
+    assert isinstance(theirs["strategy"], FSDPStrategy)
+    assert theirs["strategy"].sharding_strategy.name == "FULL_SHARD"
+    assert theirs["accumulate_grad_batches"] == 4
+    whole = choices_of(tensor=1, pipeline=1, zero_stage=0)
+    assert type(whole.strategy("ddp")) is DDPStrategy
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu", "nvme"])
+def test_deepspeed_is_given_what_it_takes(offload: str) -> None:
+    job = TrainingJob(typical_shape(7e9), Cluster(find_gpu("h100-80gb")), 8)
+    named = peers(job, Candidate(data=8, zero_stage=3, offload=offload))["deepspeed"]
+    assert named["class_path"] == f"{DeepSpeedStrategy.__module__.rpartition('.')[0]}.{DeepSpeedStrategy.__name__}"
+    bound = inspect.signature(DeepSpeedStrategy).bind(**named["init_args"]).arguments
+    assert bound["stage"] == 3
+    assert bound.get("offload_parameters", False) == (offload != "none")
+    assert bound.get("remote_device", "cpu") == ("nvme" if offload == "nvme" else "cpu")
+
+
+@pytest.mark.parametrize(
+    ("fixed", "runtime", "text"),
+    [
+        ({"tensor": 2}, "ddp", "ddp does not run the best plan, tensor 2 x .*; use 'lightning_parallel'"),
+        ({"tensor": 1, "pipeline": 1, "zero_stage": 1}, "fsdp", "ZeRO stage 1; use 'lightning_parallel', or plan with"),
+        ({}, "megatron", "runtime='megatron' is unknown; use 'lightning_parallel' or 'ddp' or 'fsdp' or 'deepspeed'"),
+    ],
+)
+def test_a_runtime_that_does_not_run_the_plan_is_refused(fixed: dict[str, int], runtime: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        choices_of(**fixed).trainer_arguments(runtime)
+
+
+def test_what_no_strategy_runs_is_told_where_it_gains_notably() -> None:
+    shape = replace(ModelShape.llama(32, 4096, 32, 11008, seq=32768), kv_heads=8)
+    fixed = {"sequence_parallel": False, "recompute": "none", "schedule": "1f1b", "data": 1, "tensor": 8}
+    choices = AutoStrategy.plan(
+        torch.nn.Identity(), Cluster(find_gpu("h100-80gb"), nodes=2), 2, "bf16-mixed", shape, fixed
+    )
+    entries = choices.data()["not_run_here"]
+    assert entries, "two micro-batches leave two stages half idle"
+    for (job, entry), told in zip(choices.beyond, entries, strict=True):
+        per_second = job.global_batch / entry.plan.time.total
+        assert told["faster_percent"] == pytest.approx(100 * (per_second * choices.best.seconds_per_sequence - 1))
+        assert told["faster_percent"] >= 5
+    assert "faster, but nothing here runs them" in shown(choices)
+
+
+def shown(choices: Choices) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        show_parts(plan_text(choices.data()), standard_console())
+    return printed.getvalue()
+
+
+def test_tensor_groups_cross_nodes_where_nothing_fits_otherwise() -> None:
+    shape = typical_shape(1e9, seq=65536)
+    cluster = Cluster(find_gpu("a100-40gb"), gpus_per_node=1, nodes=2)
+    job = TrainingJob(shape, cluster, 2)
+    fixed = {"offload": "none"}
+    found = search(job, fixed)
+    assert [plan.split.tensor for plan in found.plans] == [2]
+    assert found.plans[0].time.total == search(job, {**fixed, "tensor": 2}).plans[0].time.total
+    assert any(entry.reason.startswith("needs") for entry in found.rejected), "what was tried inside the nodes is told"
+    assert "reaches across nodes, whose network has to carry its sums" in advice(found)[0]
+    assert search(replace(job, shape=replace(shape, seq=8192))).plans[0].split.tensor == 1
+    longer = replace(job, shape=replace(shape, seq=131072))
+    assert {(plan.split.tensor, plan.split.offload) for plan in search(longer).plans} == {(2, "cpu")}
+    choices = AutoStrategy.plan(torch.nn.Identity(), cluster, 1, "bf16-mixed", shape)
+    assert {choice.plan.split.tensor for choice in choices.ranked} == {2}
+    assert choices.rejected
 
 
 def test_states_on_the_host_beside_tensor_ranks_are_proposed_and_run_as_written() -> None:

@@ -1,0 +1,91 @@
+"""Glue: the strategy objects that run a plan: the one here, or Lightning's own where it suffices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, Strategy
+
+from lightning_parallel.planner.choose import Choices
+from lightning_parallel.planner.strategy_text import peers, trainer_arguments
+from lightning_parallel.strategies.config import ZeroConfig
+from lightning_parallel.strategies.tensor_pipeline import TensorPipelineStrategy
+
+__all__ = ["RunnableChoices"]
+
+_OURS = "lightning_parallel"
+_PEERS: dict[str, type[Strategy]] = {"ddp": DDPStrategy, "fsdp": FSDPStrategy, "deepspeed": DeepSpeedStrategy}
+
+
+@dataclass(frozen=True)
+class RunnableChoices(Choices):
+    """Layouts of a run, and what runs the fastest of them.
+
+    A ``runtime`` is "lightning_parallel" for the strategies here, which run every plan, or "ddp", "fsdp" or "deepspeed"
+    for Lightning's own.
+    """
+
+    def strategy(self, runtime: str = _OURS) -> Strategy:
+        """What runs the best plan, for ``Trainer(strategy=...)``.
+
+        Raises:
+            ValueError: an unknown name, no plan, or one that this runtime does not run; the text names those that do.
+            MisconfigurationException: deepspeed is asked for and not installed.
+        """
+        if runtime == _OURS:
+            return self._ours()
+        arguments = self._peer(runtime)["init_args"]
+        return _PEERS[runtime](**arguments)
+
+    def trainer_arguments(self, runtime: str = _OURS) -> dict[str, Any]:
+        """All that the plan says of the Trainer: strategy, devices, nodes, precision, accumulation.
+
+        Raises:
+            ValueError: as for `strategy`.
+        """
+        choice, strategy = self.best, self.strategy(runtime)
+        found = trainer_arguments(choice.job, choice.plan.split, type(strategy).__name__)
+        if runtime == _OURS:
+            found.pop("accumulate_grad_batches", None)  # the strategy itself cuts batches
+        return {"strategy": strategy, **found}
+
+    def loader_batch_size(self, runtime: str = _OURS) -> int:
+        """Sequences that the DataLoader has to yield to a replica: a micro-batch, unless the strategy cuts batches.
+
+        Raises:
+            ValueError: as for `strategy`.
+        """
+        split = self.best.plan.split
+        if runtime == _OURS:
+            return split.micro_batch * split.micro_batches(self.best.job)
+        self._peer(runtime)
+        return split.micro_batch
+
+    def _ours(self) -> TensorPipelineStrategy:
+        job, split = self.best.job, self.best.plan.split
+        offload = None if split.offload == "none" else split.offload
+        return TensorPipelineStrategy(
+            tensor_parallel_size=split.tensor,
+            pipeline_parallel_size=split.pipeline,
+            micro_batches=split.micro_batches(job),
+            schedule=split.schedule,
+            sequence_parallel=split.sequence_parallel,
+            zero_stage=ZeroConfig(
+                split.zero_stage, offload, offload_parameters=offload is not None and split.zero_stage == 3
+            ),
+        )
+
+    def _peer(self, runtime: str) -> dict[str, Any]:
+        if runtime not in _PEERS:
+            raise ValueError(f"runtime={runtime!r} is unknown; use {' or '.join(map(repr, (_OURS, *_PEERS)))}")
+        job, split = self.best.job, self.best.plan.split
+        found = peers(job, split)
+        if runtime not in found:
+            raise ValueError(
+                f"{runtime} does not run the best plan, tensor {split.tensor} x pipeline {split.pipeline} x data "
+                f"{split.data} with ZeRO stage {split.zero_stage}; use {' or '.join(map(repr, (_OURS, *found)))}, or "
+                "plan with fixed={'tensor': 1, 'pipeline': 1, 'zero_stage': ...}, of which ddp runs stage 0, fsdp "
+                "stages 2 and 3, and deepspeed stages 1 to 3"
+            )
+        return found[runtime]
