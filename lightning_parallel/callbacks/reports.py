@@ -22,6 +22,7 @@ from lightning_parallel.planner.hardware import GIB
 from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.memory import StageMemory, memory_by_stage
 from lightning_parallel.planner.model_shape import ModelShape
+from lightning_parallel.strategies.auto import AutoStrategy
 from lightning_parallel.strategies.held import held_bytes
 
 __all__ = ["MemoryReport", "PlanReport"]
@@ -34,11 +35,12 @@ class _Report(Callback, ABC):
 
     Args:
         after_steps: optimizer steps of this run before it measures.
-        shape: sizes of the model; read off the module when training is set up if None.
+        shape: sizes of the model; those that `AutoStrategy` plans with, or read off the module when training is set
+            up, if None.
         recompute: what the model repeats in its backward pass: "none", "selective" or "full".
 
     Raises:
-        ValueError: fewer than one step.
+        ValueError: fewer than one step. When training is set up: the module's sizes cannot be read.
     """
 
     title = ""
@@ -57,7 +59,19 @@ class _Report(Callback, ABC):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Reads the model's sizes while it is whole."""
         if self.shape is None and stage == "fit":
-            self.shape = shape_of_module(pl_module)
+            self.shape = self._shape_of(trainer, pl_module)
+
+    def _shape_of(self, trainer: Trainer, module: LightningModule) -> ModelShape:
+        """What was planned with, else what the module shows before `configure_model`."""
+        if isinstance(trainer.strategy, AutoStrategy):
+            return trainer.strategy.choice.job.shape
+        try:
+            return shape_of_module(module)
+        except ValueError as error:
+            raise ValueError(
+                f"the sizes of {type(module).__name__} cannot be read off it ({error}); build its layers in __init__, "
+                f"or pass {type(self).__name__}(shape=ModelShape(...))"
+            ) from error
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Counts steps from here."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from jsonargparse import ArgumentParser
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -23,7 +23,7 @@ from lightning.pytorch.strategies import (
 )
 
 from lightning_parallel import AutoStrategy, TensorPipelineStrategy, ZeroConfig
-from lightning_parallel.callbacks import MicroBatchSizer
+from lightning_parallel.callbacks import MemoryReport, MicroBatchSizer
 from lightning_parallel.callbacks.expected import running_split
 from lightning_parallel.commands.answer import show_parts, standard_console
 from lightning_parallel.commands.plan_text import plan_text
@@ -43,9 +43,23 @@ from tests.harness import Ranks
 AMPLE = 1.0
 
 
-def trained(strategy: Any, devices: int, batch_size: int, heads: int = 2, callbacks: Any = ()) -> Any:
+class LateGPT(GPT):
+    """Its layers do not exist before `configure_model`."""
+
+    def __init__(self, **sizes: int) -> None:
+        LightningModule.__init__(self)
+        self.sizes = sizes
+
+    def configure_model(self) -> None:
+        for name, child in GPT(**self.sizes).named_children():
+            self.add_module(name, child)
+
+
+def trained(
+    strategy: Any, devices: int, batch_size: int, heads: int = 2, callbacks: Any = (), kind: type[GPT] = GPT
+) -> Any:
     """Where two steps of a run led; what it printed is left in its place."""
-    module = GPT(layers=4, width=4 * heads, heads=heads)
+    module = kind(layers=4, width=4 * heads, heads=heads)
     trainer = Trainer(
         accelerator="cpu", devices=devices, strategy=strategy, max_steps=2, callbacks=[*callbacks], **QUIET
     )
@@ -110,6 +124,17 @@ def runs(rank: int, world_size: int, tight: float) -> Any:
         module, site.loader(Tokens(16), 8)
     )
     chosen.append(weights(module))
+    shape, report = choices.best.job.shape, MemoryReport()
+    with pytest.raises(ValueError, match="sizes of LateGPT cannot be read off it .*pass AutoStrategy\\(shape="):
+        trained(AutoStrategy(memory_gib=AMPLE), world_size, 8, kind=LateGPT)
+    with pytest.raises(ValueError, match="sizes of LateGPT cannot be read off it .*pass MemoryReport\\(shape="):
+        trained(TensorPipelineStrategy(2, 1), world_size, 8, callbacks=[report], kind=LateGPT)
+    for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+        late = AutoStrategy(memory_gib=AMPLE, shape=shape, **sizes)
+        with contextlib.redirect_stdout(io.StringIO()):
+            chosen.append(trained(late, world_size, 8, callbacks=[report], kind=LateGPT))
+    planned, held = report.ranks[0]["weights"]  # the rank that holds most
+    assert held == pytest.approx(planned, rel=0.01), "reports know the shape that was planned with"
     even = [told(TensorPipelineStrategy(), world_size, 8, 2), told(TensorPipelineStrategy(), world_size, 4, 3)]
     return found, measured, chosen, even
 
@@ -121,7 +146,7 @@ def test_it_becomes_the_layout_that_memory_allows(ranks: Ranks) -> None:
     for rank, (found, measured, chosen, (even, uneven)) in enumerate(both):
         assert_same(measured, expected, "with measured micro-batches")
         for after in chosen:
-            assert_same(after, expected, "the strategies of a plan made before")
+            assert_same(after, expected, "the strategies of a plan made before, and layers made late")
         assert even[0] == (2, 1, 1)
         assert_same(even[1], expected, "the even split")
         assert even[2] == []
