@@ -67,7 +67,8 @@ def fit_isoflops(runs: Sequence[Run]) -> IsoFlopFit:
     """Fits a parabola per budget and a power law through their bottoms.
 
     Raises:
-        ValueError: fewer than two budgets with three sizes each, or losses at a budget that have no lowest point.
+        ValueError: fewer than two budgets with three sizes each, or losses at a budget that have no lowest point within
+            the sizes run or as far again beyond them.
     """
     groups = [group for group in _by_budget(runs) if len({run.params for run in group}) >= SIZES_NEEDED]
     if len(groups) < BUDGETS_NEEDED:
@@ -114,12 +115,15 @@ def _valley(group: Sequence[Run]) -> Valley:
     sizes = [math.log10(run.params) for run in group]
     middle = sum(sizes) / len(sizes)
     curve, slope, height = (float(c) for c in np.polyfit([x - middle for x in sizes], [r.loss for r in group], 2))
-    if curve <= 0:
+    # A parabola through losses that only fall is nearly a line, whose bottom is as far away as rounding has it.
+    reach = sizes[-1] - sizes[0]
+    bottom = middle - slope / (2 * curve) if curve > 0 else math.inf
+    loss = height - slope**2 / (4 * curve) if curve > 0 else 0.0
+    if not sizes[0] - reach <= bottom <= sizes[-1] + reach or loss <= 0:
         raise ValueError(
             f"the losses at {flops:.3g} FLOPs have no lowest point between {group[0].params:.3g} and "
             f"{group[-1].params:.3g} parameters; add smaller and larger models at this budget"
         )
-    bottom = middle - slope / (2 * curve)
     params = 10**bottom
     # Back from the centred variable, so that the curve can be drawn over log10 of the size.
     coefficients = (curve, slope - 2 * curve * middle, height - slope * middle + curve * middle**2)
@@ -127,7 +131,7 @@ def _valley(group: Sequence[Run]) -> Valley:
         flops,
         params,
         flops / (per_pair * params),
-        height - slope**2 / (4 * curve),
+        loss,
         coefficients,
         sizes[0] <= bottom <= sizes[-1],
         tuple(group),

@@ -139,6 +139,20 @@ def test_sweeps_without_valleys_are_refused() -> None:
         fit_isoflops(hill)
 
 
+@pytest.mark.parametrize("bend", [0.0, 1e-9, 1e-3])
+def test_losses_that_only_fall_with_size_have_no_valley(bend: float) -> None:
+    """Their parabola is a line but for rounding, with its bottom a hundred decades away or more."""
+    losses = [3.0, 2.9, 2.8, 2.7 + bend]
+    sizes = [[factor * flops**0.5 for factor in (1, 3, 10, 30)] for flops in (1e15, 1e16)]
+    runs = [
+        Run.of(params, flops / 6 / params, loss)
+        for flops, row in zip((1e15, 1e16), sizes, strict=True)
+        for params, loss in zip(row, losses, strict=True)
+    ]
+    with pytest.raises(ValueError, match=r"no lowest point between 3.16e\+07 and 9.49e\+08 parameters"):
+        fit_isoflops(runs)
+
+
 def test_runs_that_do_not_show_a_floor_have_none() -> None:
     """What is left of the loss is known then, and an interval that might have a floor."""
     flat = ParametricLoss(0.0, 40.0, 50.0, 0.3, 0.3)
