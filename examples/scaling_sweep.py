@@ -3,8 +3,8 @@
     python examples/scaling_sweep.py                      # minutes on two CPU cores
     python examples/scaling_sweep.py --data my_texts/ --budgets 1e11 3e11 9e11
 
-The text is the standard library that came with this Python. A sweep that was interrupted goes on from its table; remove
-the folder to start again, also with another --lr. Every run is an ordinary LightningModule under an ordinary Trainer; a
+The text is the standard library that came with this Python. A sweep that was interrupted goes on from its table; one of
+other texts or another --lr needs another --out. Every run is an ordinary LightningModule under an ordinary Trainer; a
 callback adds it to a table, which `lightning-parallel scaling fit TABLE --plot` reads as well. At the end two
 predictions stand beside what the larger run really reached: that of the fitted surface, and that of the valleys alone.
 """
@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import hashlib
+import json
 import logging
 import math
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -34,11 +36,11 @@ from train_gpt import GPT, ByteData
 
 from lightning_parallel.callbacks import ScalingLawRecorder
 from lightning_parallel.scaling import Law, optimal, verdict
-from lightning_parallel.scaling.fit import FitOptions, LawFit, fit_law
+from lightning_parallel.scaling.fit import FitOptions, LawFit, check_determined, fit_law
 from lightning_parallel.scaling.isoflop import Valley, fit_isoflops
 from lightning_parallel.scaling.outlook import caveat
-from lightning_parallel.scaling.plot import plot_scaling
-from lightning_parallel.scaling.runs import Run, read_runs
+from lightning_parallel.scaling.plot import check_image, plot_scaling
+from lightning_parallel.scaling.runs import COLUMNS, Run, read_runs, why_unwritable
 
 # Steps of few bytes, from many places of the text: short runs would have no steps to learn in otherwise.
 CONTEXT, BATCH, LAYERS, HEADS = 32, 8, 2, 2
@@ -90,6 +92,46 @@ def steps_for(width: int, flops: float) -> int:
     return max(1, round(flops / (6 * count(width) * STEP_TOKENS)))
 
 
+def check_plan(pairs: Sequence[tuple[int, float]], table: Path, image: Path, arguments: argparse.Namespace) -> None:
+    """Refuses before the first run what would be refused after the last.
+
+    Raises:
+        ValueError: the sizes cannot determine a law, the text is too short, or the table is of another sweep.
+        OSError: a text cannot be read.
+    """
+    check_determined([Run.of(count(width), STEP_TOKENS * steps_for(width, flops), 1.0) for width, flops in pairs])
+    optimal(arguments.factor * max(arguments.budgets))
+    check_image(image)
+    why_not = why_unwritable(table, COLUMNS)
+    if why_not:
+        raise ValueError(why_not)
+    data = load_data(arguments)
+    data.setup("fit")
+    digests = [hashlib.sha256(part.text.numpy()).hexdigest() for part in (data.train, data.val)]
+    check_settings(table, {"lr": arguments.lr, "train_text": digests[0], "val_text": digests[1]})
+
+
+def check_settings(table: Path, settings: dict[str, float | str]) -> None:
+    """Keeps beside a table what its losses depend on; runs under other settings must not be mistaken for these.
+
+    Raises:
+        ValueError: the table is there and has other settings, or none.
+    """
+    file = table.with_name("settings.json")
+    if table.exists():
+        before = json.loads(file.read_text()) if file.exists() else {}
+        other = [name for name in settings if before.get(name) != settings[name]]
+        if other:
+            raise ValueError(f"{table} holds runs of another {', '.join(other)}; name another folder by --out")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(settings))
+
+
+def load_data(arguments: argparse.Namespace) -> ByteData:
+    """The text of a run."""
+    return ByteData(arguments.data, CONTEXT, BATCH, max_val_bytes=arguments.val_bytes)
+
+
 def train(width: int, flops: float, table: Path, arguments: argparse.Namespace) -> Run:
     """Trains one model until the budget is spent and records it."""
     seed_everything(1234, verbose=False)
@@ -111,7 +153,7 @@ def train(width: int, flops: float, table: Path, arguments: argparse.Namespace) 
         enable_model_summary=False,
         callbacks=[recorder],
     )
-    trainer.fit(model, ByteData(arguments.data, CONTEXT, BATCH, max_val_bytes=arguments.val_bytes))
+    trainer.fit(model, load_data(arguments))
     assert recorder.run is not None, "the recorder writes a row when training ends"
     return recorder.run
 
@@ -194,32 +236,62 @@ def judge(observed: Run, band: tuple[float, float] | None, law: Law, console: Co
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def positive(text: str) -> float:
+    """A number above zero."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """Whole numbers from ``least`` on."""
+
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        return value
+
+    return number
+
+
+def make_parser() -> argparse.ArgumentParser:
     """Options of the command line."""
     parser = argparse.ArgumentParser(description="isoFLOP sweep, fit, prediction and check")
     parser.add_argument("--data", nargs="+", default=[], help="files or folders instead of the standard library")
-    parser.add_argument("--budgets", type=float, nargs="+", default=[4e9, 1.2e10, 3.6e10], metavar="FLOPS")
-    parser.add_argument("--spread", type=float, nargs="+", default=[0.3, 0.5, 0.8, 1.3, 2.0], metavar="FACTOR")
-    parser.add_argument("--factor", type=float, default=10.0, help="how much larger the predicted run is")
-    parser.add_argument("--lr", type=float, default=1.4e-2, help=f"peak at width {LR_WIDTH}; falls as 1 / sqrt(width)")
-    parser.add_argument("--threads", type=int, default=1, help="of torch; models as small as these gain by one only")
-    parser.add_argument("--val-bytes", type=int, default=65_537)
-    parser.add_argument("--bootstraps", type=int, default=200)
+    parser.add_argument("--budgets", type=positive, nargs="+", default=[4e9, 1.2e10, 3.6e10], metavar="FLOPS")
+    parser.add_argument("--spread", type=positive, nargs="+", default=[0.3, 0.5, 0.8, 1.3, 2.0], metavar="FACTOR")
+    parser.add_argument("--factor", type=positive, default=10.0, help="how much larger the predicted run is")
+    rate = f"peak at width {LR_WIDTH}; falls as 1 / sqrt(width)"
+    parser.add_argument("--lr", type=positive, default=1.4e-2, help=rate)
+    parser.add_argument("--threads", type=whole(1), default=1, help="of torch; models so small gain by one only")
+    parser.add_argument("--val-bytes", type=whole(CONTEXT + 1), default=65_537)
+    parser.add_argument("--bootstraps", type=whole(0), default=200)
     parser.add_argument("--out", type=Path, default=Path("scaling_sweep"))
-    return parser.parse_args(arguments)
+    return parser
 
 
 def main() -> None:
     """Sweep, fit, predict, check."""
-    arguments = parse_arguments()
+    parser = make_parser()
+    arguments = parser.parse_args()
+    table, image = arguments.out / "runs.csv", arguments.out / "sweep.png"
+    try:
+        budgets = sorted(set(arguments.budgets))
+        pairs = [(width, flops) for flops in budgets for width in widths_for(flops, arguments.spread)]
+        check_plan(pairs, table, image, arguments)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     console = Console()
     torch.set_num_threads(arguments.threads)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
-    table = arguments.out / "runs.csv"
-    pairs = [(width, flops) for flops in arguments.budgets for width in widths_for(flops, arguments.spread)]
     runs = [read_or_train(width, flops, table, arguments, console) for width, flops in pairs]
-    fit = fit_law(runs, FitOptions(bootstraps=arguments.bootstraps))
+    try:
+        fit = fit_law(runs, FitOptions(bootstraps=arguments.bootstraps))
+    except ValueError as error:
+        sys.exit(f"no law: {error}")
     law = fit.law("this sweep")
     show_fit(fit, law, console)
     valleys: tuple[Valley, ...] = ()
@@ -228,7 +300,7 @@ def main() -> None:
         show_valleys(valleys, console)
     except ValueError as error:
         console.print(f"no parabolas: {error}", highlight=False, soft_wrap=True)
-    flops = arguments.factor * max(arguments.budgets)
+    flops = arguments.factor * max(budgets)
     width = closest_width(law.optimal(flops).params)
     params = count(width)
     tokens = STEP_TOKENS * steps_for(width, flops)
@@ -239,7 +311,7 @@ def main() -> None:
     observed = read_or_train(width, flops, table, arguments, console)
     report(predictions, observed, arguments.factor, console)
     judge(observed, band, law, console)
-    image = plot_scaling(arguments.out / "sweep.png", law, [*arguments.budgets, flops], [*runs, observed], valleys)
+    plot_scaling(image, law, [*budgets, flops], [*runs, observed], valleys)
     console.print(f"table: {table}, figure: {image}", highlight=False)
 
 

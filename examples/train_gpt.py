@@ -205,8 +205,11 @@ class ByteData(LightningDataModule):
         text = read_text(self.paths or standard_library(), self.max_bytes)
         num_val = min(len(text) // 16, self.max_val_bytes)
         if num_val <= self.context:
-            needed = 16 * (self.context + 1)
-            raise ValueError(f"a context of {self.context} needs {needed} bytes of text or more, got {len(text)}")
+            least = self.context + 1
+            raise ValueError(
+                f"a context of {self.context} needs {16 * least} bytes of text or more, got {len(text)}, and {least} "
+                f"of them for validation, where max_val_bytes={self.max_val_bytes}"
+            )
         self.train = Windows(text[:-num_val], self.context)
         self.val = Windows(text[-num_val:], self.context)
 

@@ -17,7 +17,7 @@ from lightning_parallel.scaling.laws import Law
 from lightning_parallel.scaling.runs import Run
 from lightning_parallel.scaling.surfaces import ParametricLoss
 
-__all__ = ["FitOptions", "LawFit", "fit_law", "huber_objective"]
+__all__ = ["FitOptions", "LawFit", "check_determined", "fit_law", "huber_objective"]
 
 Vector: TypeAlias = NDArray[np.float64]
 
@@ -94,7 +94,7 @@ def fit_law(runs: Sequence[Run], options: FitOptions | None = None) -> LawFit:
         ModuleNotFoundError: scipy is not installed.
     """
     chosen = options or FitOptions()
-    _refuse_undetermined(runs)
+    check_determined(runs)
     data = _Data.of(runs, chosen.delta)
     ranked = data.best_starts(chosen.starts)
     best = min((data.descend(start) for start in ranked), key=lambda found: found[0])
@@ -110,7 +110,11 @@ def fit_law(runs: Sequence[Run], options: FitOptions | None = None) -> LawFit:
     return LawFit(surface, best[0] * chosen.delta**2, tuple(runs), tuple(samples))
 
 
-def _refuse_undetermined(runs: Sequence[Run]) -> None:
+def check_determined(runs: Sequence[Run]) -> None:
+    """Raises ValueError if runs of such sizes and lengths, whatever their losses, cannot determine five constants.
+
+    Also of runs that are only planned.
+    """
     shortage = _shortage(runs)
     if shortage is not None:
         raise ValueError(shortage)

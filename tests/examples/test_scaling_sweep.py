@@ -17,7 +17,7 @@ from tests.harness.process import ROOT
 # The examples are scripts beside the package, not part of it.
 sys.path.insert(0, str(ROOT / "examples"))
 
-from scaling_sweep import STEP_TOKENS, along_bottoms, build, closest_width, count, widths_for
+from scaling_sweep import STEP_TOKENS, along_bottoms, build, check_settings, closest_width, count, main, widths_for
 from train_gpt import GPT
 
 BUDGETS = (2e8, 6e8)
@@ -46,6 +46,56 @@ def test_bottoms_are_continued_as_a_power_law() -> None:
     losses = {flops: 4 * flops**-0.1 for flops in (1e3, 1e4, 1e5)}
     valleys = [Valley(flops, 1.0, 1.0, loss, (1.0, 0.0, loss), True, ()) for flops, loss in losses.items()]
     assert along_bottoms(valleys, 1e7) == pytest.approx(4 * 1e7**-0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--spread", "-1"], "argument --spread: -1 is not a positive number"),
+        (["--budgets", "nan"], "argument --budgets: nan is not a positive number"),
+        (["--budgets", "1e3"], "flops=1000.0 is not within"),
+        (["--budgets", "2e8"], "need at least 6 different runs .*; these are 3 runs"),
+        (["--factor", "1e30"], "flops=6e.38 is not within"),
+        (["--lr", "0"], "argument --lr: 0 is not a positive number"),
+        (["--threads", "0"], "argument --threads: 0 is less than 1"),
+        (["--bootstraps", "-1"], "argument --bootstraps: -1 is less than 0"),
+        (["--val-bytes", "32"], "argument --val-bytes: 32 is less than 33"),
+        (["--data", "nowhere"], "No such file or directory: 'nowhere'"),
+        (
+            ["--data", "little.txt"],
+            "needs 528 bytes of text or more, got 5, and 33 of them for validation",
+        ),
+        (["--out", "little.txt"], "little.txt/sweep.png cannot be written"),
+    ],
+)
+def test_odd_options_are_refused_before_the_first_run(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["scaling_sweep.py", *QUICK, *options])
+    Path("little.txt").write_text("text\n")
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not Path("scaling_sweep").exists()
+
+
+def test_a_table_of_other_settings_is_not_gone_on_with(tmp_path: Path) -> None:
+    table = tmp_path / "sweep" / "runs.csv"
+    check_settings(table, {"lr": 0.01, "text": "a"})
+    check_settings(table, {"lr": 0.02, "text": "a"})  # nothing was run yet
+    table.touch()
+    check_settings(table, {"lr": 0.02, "text": "a"})
+    with pytest.raises(ValueError, match="runs.csv holds runs of another text; name another folder by --out"):
+        check_settings(table, {"lr": 0.02, "text": "b"})
+    table.with_name("settings.json").unlink()
+    with pytest.raises(ValueError, match="holds runs of another lr, text; name"):
+        check_settings(table, {"lr": 0.02, "text": "b"})
 
 
 @pytest.mark.timeout(200)
