@@ -242,6 +242,8 @@ def _plot(arguments: argparse.Namespace) -> Answer:
         if arguments.law is not None or arguments.budgets is not None:
             raise ValueError("with a table its fit is drawn, at the budgets of its runs; leave out --law and --budgets")
         return _fit(argparse.Namespace(**vars(arguments), flops=None, plot=arguments.out))
+    if arguments.drop_worst or FitOptions(arguments.starts, arguments.bootstraps) != FitOptions():
+        raise ValueError("--drop-worst, --starts and --bootstraps are for the fit to a TABLE of runs; name one")
     from lightning_parallel.scaling.plot import plot_scaling
 
     law = get_law(arguments.law or DEFAULT_LAW)

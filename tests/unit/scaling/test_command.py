@@ -158,6 +158,7 @@ def test_plot(ask: Any, run_table: Path, tmp_path: Path) -> None:
         (["fit", "missing.csv"], "there is no file missing.csv"),
         (["fit", "few.csv"], "need at least 6 different runs"),
         (["plot", "few.csv", "--law", "sqrt"], "leave out --law and --budgets"),
+        (["plot", "--drop-worst", "1"], "are for the fit to a TABLE of runs; name one"),
         # Refused before a fit that may take a minute, not after it.
         (["fit", "few.csv", "--plot", "figure.xyz"], "'figure.xyz' does not end like an image"),
         (["fit", "few.csv", "--plot", "few.csv/a.png"], "few.csv/a.png cannot be written: check who may write to"),
