@@ -11,6 +11,7 @@ from lightning_parallel.commands.answer import Answer, add_command, amount, coun
 from lightning_parallel.commands.plan_text import plan_text
 from lightning_parallel.planner.advice import advice
 from lightning_parallel.planner.config_shapes import shape_from_config, shape_from_file
+from lightning_parallel.planner.given import FIXABLE
 from lightning_parallel.planner.hardware import GPUS, PRECISIONS, Cluster, Gpu, find_gpu
 from lightning_parallel.planner.job import (
     ATTENTIONS,
@@ -24,7 +25,7 @@ from lightning_parallel.planner.job import (
 )
 from lightning_parallel.planner.model_shape import ModelShape
 from lightning_parallel.planner.report import result_data
-from lightning_parallel.planner.search import FIXABLE, search
+from lightning_parallel.planner.search import search
 from lightning_parallel.planner.typical import typical_shape
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from lightning_parallel.planner.report import result_data
 from lightning_parallel.planner.runnable import missing
 from lightning_parallel.planner.search import Plan, Rejected, SearchResult, rank_layouts
 from lightning_parallel.planner.units import memory_text, plural
-from lightning_parallel.planner.variants import wide_tensors
 
 __all__ = ["NOTABLE", "Choice", "Choices", "choose"]
 
@@ -83,7 +82,8 @@ class Choices:
         elsewhere = [
             result_data(SearchResult(job, (), (), beyond=(entry,)))["not_run_here"][0] for job, entry in self.beyond
         ]
-        best = SearchResult(self.best.job, (self.best.plan,), ())
+        offload = {"offload": self.best.plan.split.offload}  # never found, only given
+        best = SearchResult(self.best.job, (self.best.plan,), (), fixed=offload)
         answer = {
             "plans": [answer["plans"][0] for answer in found],
             "rejected": rejected,
@@ -99,8 +99,6 @@ def choose(
 ) -> Choices:
     """Every layout of the devices with the loader's batch on each replica.
 
-    Tensor groups reach beyond the fast links only when nothing fits otherwise, or when they are given.
-
     Args:
         cases: what is trained, its ``global_batch`` being the sequences that one replica reads per step, with the
             fields of the candidates that are given. More than one where the bytes of the states depend on such a field.
@@ -109,14 +107,7 @@ def choose(
     known = [(replica, {"offload": "none", **fixed}) for replica, fixed in cases]
     found = _ranked(known, why_not)
     if not found.ranked:
-        wide = [
-            (replica, {**fixed, "tensor": tensor})
-            for replica, fixed in known
-            if "tensor" not in fixed
-            for tensor in wide_tensors(replica)
-        ]
-        across = _ranked(wide, why_not)
-        return replace(across, rejected=found.rejected + across.rejected) if across.ranked else found
+        return found
     return replace(found, beyond=tuple(_beyond(known, found.best)))
 
 

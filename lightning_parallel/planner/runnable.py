@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from lightning_parallel.pipeline.schedules import SCHEDULE_NAMES
 from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.precisions import keeps_masters
+from lightning_parallel.planner.stages import blocks_per_stage
+from lightning_parallel.planner.units import device_word, plural
 
 __all__ = ["FSDP_SHARDINGS", "missing", "unrunnable"]
 
@@ -16,6 +19,9 @@ FSDP_SHARDINGS = {2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
 def missing(job: TrainingJob, split: Candidate) -> Mapping[str, str]:
     """What a split needs and nothing here does, by kind: what it is in words. Empty when a strategy runs the split."""
     found = {}
+    node = job.cluster.gpus_per_node
+    if node % split.tensor:
+        found["nodes"] = f"tensor groups of {split.tensor} over nodes of {plural(node, device_word(job.cluster))}"
     if split.context > 1:
         found["context"] = f"sequences split over {split.context} ranks (context parallelism)"
     if split.tensor * split.pipeline > 1 and split.zero_stage == 3:
@@ -24,9 +30,18 @@ def missing(job: TrainingJob, split: Candidate) -> Mapping[str, str]:
     if split.pipeline > 1 and split.schedule not in SCHEDULE_NAMES:
         chunks = f" with {split.virtual_stages} virtual stages" if split.virtual_stages > 1 else ""
         found[f"schedule {split.schedule}"] = f"the schedule {split.schedule}{chunks}"
+    if _cut_otherwise(job, split):
+        found["balance"] = "stages of equal numbers of blocks"
     if _bare_shards(job, split):
         found["states"] = f"ZeRO-{split.zero_stage} without 32-bit copies of weights"
     return found
+
+
+def _cut_otherwise(job: TrainingJob, split: Candidate) -> bool:
+    """Whether the stages are others than strategies here cut, which weigh blocks by their parameters."""
+    if split.balance != "even" or not 1 < split.pipeline <= job.shape.layers or split.virtual_stages > 1:
+        return False
+    return blocks_per_stage(job.shape, split) != blocks_per_stage(job.shape, replace(split, balance="parameters"))
 
 
 def _bare_shards(job: TrainingJob, split: Candidate) -> bool:

@@ -7,16 +7,14 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
-from lightning_parallel.layout import choices_text, divisors
 from lightning_parallel.planner.beyond import Beyond, faster_elsewhere
 from lightning_parallel.planner.fitting import USABLE_MEMORY, Plan, Rejected, best_variant, has_room
+from lightning_parallel.planner.given import no_layout_text, refuse_unknown
 from lightning_parallel.planner.job import TrainingJob
 from lightning_parallel.planner.runnable import missing, unrunnable
-from lightning_parallel.planner.units import device_word, plural
 from lightning_parallel.planner.variants import group_sizes, only_pipelines, wide_tensors, zero_stages
 
 __all__ = [
-    "FIXABLE",
     "USABLE_MEMORY",
     "Beyond",
     "Plan",
@@ -28,29 +26,13 @@ __all__ = [
     "search",
 ]
 
-FIXABLE = (
-    "tensor",
-    "pipeline",
-    "data",
-    "context",
-    "micro_batch",
-    "zero_stage",
-    "offload",
-    "schedule",
-    "virtual_stages",
-    "recompute",
-    "sequence_parallel",
-    "balance",
-)
-"""Fields of a candidate that a user may fix."""
-
 
 @dataclass(frozen=True)
 class SearchResult:
     """``plans`` fastest first, at most one per layout, ZeRO stage and offload; every other layout in ``rejected``.
 
-    A strategy runs each plan, unless what is ``fixed`` leaves none that a strategy runs. ``beyond`` are splits that are
-    faster and that no strategy runs, the fastest first.
+    A strategy runs each plan, unless nothing that one runs fits or agrees with what is ``fixed``. ``beyond`` are splits
+    that are faster and that no strategy runs, the fastest first.
     """
 
     job: TrainingJob
@@ -68,16 +50,10 @@ def search(job: TrainingJob, fixed: Mapping[str, Any] | None = None) -> SearchRe
     pipelines only are looked at.
 
     Raises:
-        ValueError: a fixed field that no candidate has, or sizes that do not multiply to the number of GPUs.
+        ValueError: a fixed field or value that no candidate has, or sizes that do not multiply to the number of GPUs.
     """
     given = dict(fixed or {})
-    unknown = sorted(set(given) - set(FIXABLE))
-    if unknown:
-        raise ValueError(f"{', '.join(unknown)} cannot be fixed; use {', '.join(FIXABLE)}")
-    if given.get("offload", "none") != "none" and given.get("zero_stage") == 0:
-        raise ValueError(
-            f"offload {given['offload']} moves what is sharded, but ZeRO stage 0 shards nothing; use 2 or 3"
-        )
+    refuse_unknown(given)
     result = _without_offload_if_possible(job, given)
     if not result.plans and "tensor" not in given:
         across = _across_nodes(job, given)
@@ -91,7 +67,7 @@ def search(job: TrainingJob, fixed: Mapping[str, Any] | None = None) -> SearchRe
 def _without_offload_if_possible(job: TrainingJob, given: dict[str, Any]) -> SearchResult:
     result = runnable_layouts(job, {"offload": "none", **given})
     if not result.plans and not result.rejected:
-        raise ValueError(_no_layout(job, given))
+        raise ValueError(no_layout_text(job.cluster, given))
     if result.plans or "offload" in given or given.get("zero_stage") == 0:
         return result
     for offload in ("cpu", "nvme"):
@@ -150,14 +126,3 @@ def rank_layouts(job: TrainingJob, fixed: Mapping[str, Any]) -> SearchResult:
             else:
                 rejected.append(found)
     return SearchResult(job, tuple(sorted(plans, key=lambda plan: plan.time.total)), tuple(rejected))
-
-
-def _no_layout(job: TrainingJob, fixed: Mapping[str, Any]) -> str:
-    gpus, word = job.cluster.gpus, device_word(job.cluster)
-    sizes = {name: fixed[name] for name in ("tensor", "pipeline", "data", "context") if name in fixed}
-    text = " x ".join(f"{name}={size}" for name, size in sizes.items())
-    if not sizes:
-        return "a schedule is one of a pipeline, but no layout has more than one stage; leave out --schedule"
-    if len(sizes) == 1:
-        return f"{text} does not fill the {plural(gpus, word)}; use {choices_text(divisors(gpus)[:16])}"
-    return f"{text} does not fill the {plural(gpus, word)}; use sizes whose product divides {gpus}"

@@ -89,7 +89,9 @@ def peers(job: TrainingJob, split: Candidate) -> dict[str, dict[str, Any]]:
         return {"ddp": {"class_path": _DDP, "init_args": {}}}
     found: dict[str, dict[str, Any]] = {}
     keeps_copies = not (job.narrow and job.states == "true")
-    if keeps_copies and (job.master_bytes or not job.narrow):
+    # DeepSpeed keeps files only for what stage 3 shards.
+    offloads = split.offload != "nvme" or split.zero_stage == 3
+    if keeps_copies and offloads and (job.master_bytes or not job.narrow):
         found["deepspeed"] = {"class_path": _DEEPSPEED, "init_args": _deepspeed(split)}
     sharding = FSDP_SHARDINGS.get(split.zero_stage)
     if sharding and split.offload == "none":

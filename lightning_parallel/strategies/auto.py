@@ -16,6 +16,7 @@ from lightning_parallel.commands.plan_text import plan_text
 from lightning_parallel.layout import ParallelLayout
 from lightning_parallel.mesh import whole_world
 from lightning_parallel.planner.choose import Choice, Choices, choose
+from lightning_parallel.planner.given import no_layout_text, refuse_unknown
 from lightning_parallel.planner.hardware import Cluster, find_gpu
 from lightning_parallel.planner.job import RECOMPUTES
 from lightning_parallel.planner.model_shape import ModelShape
@@ -113,9 +114,16 @@ class AutoStrategy(TensorPipelineStrategy):
             precision: as for the Trainer.
             shape: sizes of the model, instead of the module's.
             fixed: fields of `planner.job.Candidate` that are given.
+
+        Raises:
+            ValueError: a field or value in ``fixed`` that no candidate has, or sizes that do not fill the devices.
         """
+        given = dict(fixed or {})
+        refuse_unknown(given)
         found = shape or shape_of_module(module)
-        chosen = choose(zero_cases(found, cluster, batch_size, precision, dict(fixed or {})), why_not)
+        chosen = choose(zero_cases(found, cluster, batch_size, precision, given), why_not)
+        if not chosen.ranked and not chosen.rejected:
+            raise ValueError(no_layout_text(cluster, given))
         return RunnableChoices(**vars(chosen))
 
     def _choose_layout(self) -> ParallelLayout:

@@ -69,7 +69,8 @@ class RunnableChoices(Choices):
             tensor_parallel_size=split.tensor,
             pipeline_parallel_size=split.pipeline,
             micro_batches=split.micro_batches(job),
-            schedule=split.schedule,
+            # One stage has no order, whatever was given.
+            schedule=split.schedule if split.pipeline > 1 else "1f1b",
             sequence_parallel=split.sequence_parallel,
             zero_stage=ZeroConfig(
                 split.zero_stage, offload, offload_parameters=offload is not None and split.zero_stage == 3

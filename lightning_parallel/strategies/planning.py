@@ -73,8 +73,8 @@ def planned_states(precision: str, zero_stage: int, gradient_dtype: str = "float
 def zero_cases(
     shape: ModelShape, cluster: Cluster, batch_size: int, precision: str, fixed: dict[str, Any]
 ) -> Iterator[tuple[TrainingJob, dict[str, Any]]]:
-    """A job for each ZeRO stage: the bytes of its states depend on it."""
-    for stage in (0, 1, 2, 3):
+    """A job for each ZeRO stage: the bytes of its states depend on it. What is offloaded has to be sharded."""
+    for stage in (0, 1, 2, 3) if fixed.get("offload", "none") == "none" else (1, 2, 3):
         if fixed.get("zero_stage", stage) == stage:
             products, kept = planned_states(precision, stage)
             job = TrainingJob(shape, cluster, batch_size, precision=products, states=kept)

@@ -27,6 +27,7 @@ from lightning_parallel.callbacks import MemoryReport, MicroBatchSizer
 from lightning_parallel.callbacks.expected import running_split
 from lightning_parallel.commands.answer import show_parts, standard_console
 from lightning_parallel.commands.plan_text import plan_text
+from lightning_parallel.layout import ParallelLayout
 from lightning_parallel.planner.advice import advice
 from lightning_parallel.planner.choose import Choices
 from lightning_parallel.planner.hardware import GIB, Cluster, cpu_process, find_gpu, recognise
@@ -215,6 +216,39 @@ def test_a_plan_makes_the_strategy_that_runs_it() -> None:
     assert type(whole.strategy("ddp")) is DDPStrategy
 
 
+@pytest.mark.parametrize(
+    ("fixed", "text"),
+    [
+        ({"tenser": 2}, "tenser cannot be fixed; use tensor"),
+        ({"zero_stage": 5}, "zero_stage=5 is unknown; use 0 or"),
+        ({"tensor": 3}, "tensor=3 does not fill the 16 GPUs; use 1, 2, 4, 8 or 16"),
+        ({"offload": "cpu", "zero_stage": 0}, "ZeRO stage 0 shards nothing"),
+    ],
+)
+def test_what_cannot_be_fixed_is_refused_in_a_plan_for_a_loader(fixed: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        choices_of(**fixed)
+
+
+def test_an_offload_that_is_given_is_planned_with_what_can_be_moved_and_told() -> None:
+    choices = choices_of(offload="cpu")
+    assert {choice.plan.split.zero_stage for choice in choices.ranked} == {1, 2, 3}
+    assert "Offloading as given takes" in choices.data()["advice"][0]
+    assert choices.strategy().zero_config.offload == "cpu"
+
+
+def test_a_schedule_that_is_given_leaves_runs_without_stages_alone() -> None:
+    choices = choices_of(schedule="zb-v")
+    assert choices.best.plan.split.pipeline == 1
+    assert choices.strategy().pipeline_config.schedule == "1f1b"
+
+
+def test_deepspeed_has_no_files_below_stage_3() -> None:
+    job = TrainingJob(typical_shape(7e9), Cluster(find_gpu("h100-80gb")), 8)
+    assert "deepspeed" not in peers(job, Candidate(data=8, zero_stage=2, offload="nvme"))
+    assert "deepspeed" in peers(job, Candidate(data=8, zero_stage=2, offload="cpu"))
+
+
 @pytest.mark.parametrize("offload", ["none", "cpu", "nvme"])
 def test_deepspeed_is_given_what_it_takes(offload: str) -> None:
     job = TrainingJob(typical_shape(7e9), Cluster(find_gpu("h100-80gb")), 8)
@@ -273,9 +307,12 @@ def test_tensor_groups_cross_nodes_where_nothing_fits_otherwise() -> None:
     assert search(replace(job, shape=replace(shape, seq=8192))).plans[0].split.tensor == 1
     longer = replace(job, shape=replace(shape, seq=131072))
     assert {(plan.split.tensor, plan.split.offload) for plan in search(longer).plans} == {(2, "cpu")}
+    why = strategy_of(job, found.plans[0].split)["why"]
+    assert why == "no strategy here runs tensor groups of 2 over nodes of 1 GPU"
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 does not divide the 1 devices of a node"):
+        ParallelLayout.choose(2, 1, tensor=2)
     choices = AutoStrategy.plan(torch.nn.Identity(), cluster, 1, "bf16-mixed", shape)
-    assert {choice.plan.split.tensor for choice in choices.ranked} == {2}
-    assert choices.rejected
+    assert not choices.ranked, "the strategy would refuse what alone fits"
 
 
 def test_states_on_the_host_beside_tensor_ranks_are_proposed_and_run_as_written() -> None:

@@ -220,6 +220,32 @@ def test_sizes_that_do_not_fill_the_gpus_are_refused() -> None:
         search(JOB, {"colour": 1})
 
 
+@pytest.mark.parametrize(
+    ("fixed", "text"),
+    [
+        ({"tensor": "2"}, "tensor='2' is not a size; use an integer of at least 1"),
+        ({"micro_batch": True}, "micro_batch=True is not a size"),
+        ({"pipeline": 0}, "pipeline needs a size of at least 1, got 0"),
+        ({"zero_stage": None}, "zero_stage=None is unknown; use 0 or 1 or 2 or 3"),
+        ({"sequence_parallel": "no"}, "sequence_parallel='no' is not a choice; use True or False"),
+        ({"schedule": "gpipe", "virtual_stages": 2}, "schedule gpipe has one model chunk per rank"),
+    ],
+)
+def test_values_that_no_split_has_are_refused(fixed: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        search(JOB, fixed)
+
+
+def test_layouts_that_the_strategies_refuse_are_not_proposed() -> None:
+    odd = Cluster(find_gpu("h100-80gb"), gpus_per_node=6, nodes=2)
+    assert not missing(replace(JOB, cluster=odd), Candidate(tensor=3, data=4))
+    assert "nodes" in missing(replace(JOB, cluster=odd), Candidate(tensor=4, data=3)), "a group would leave its node"
+    small = replace(JOB, shape=ModelShape.gpt(5, 64, 4, vocab=100_000))
+    assert "balance" in missing(small, Candidate(pipeline=2, data=4, balance="even"))
+    deep = replace(JOB, shape=ModelShape.gpt(32, 4096, 32, vocab=8))
+    assert not missing(deep, Candidate(pipeline=2, data=4, balance="even")), "equal weights are cut alike"
+
+
 def test_indivisible_heads_are_rejected_by_the_code_that_splits_them() -> None:
     job = replace(JOB, shape=ModelShape.llama(4, 768, 12, 2048), cluster=replace(JOB.cluster, nodes=1))
     reasons = [entry.reason for entry in search(job, {"tensor": 8}).rejected]
