@@ -44,6 +44,8 @@ _SIZES = {
     "head-dim": "hidden width over heads unless given",
     "seq": "tokens of a sequence; the model's own, or 2048, unless given",
 }
+# Sizes that the other forms of a model leave open.
+_OPEN_SIZES = {"params": {"seq"}, "config": {"seq"}, "module": {"seq", "heads"}}
 
 
 def add_parser(commands: Subcommands) -> None:
@@ -66,7 +68,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     for name, text in _SIZES.items():
         group.add_argument(f"--{name}", type=count, help=text)
     group.add_argument(
-        "--gated", dest="gated", action="store_true", default=True, help="SwiGLU, RMS norms, no biases (the default)"
+        "--gated", dest="gated", action="store_true", default=None, help="SwiGLU, RMS norms, no biases (the default)"
     )
     group.add_argument("--plain", dest="gated", action="store_false", help="GPT: two matrices, layer norms, biases")
     group.add_argument("--tied", dest="tied", action="store_true", default=None, help="the head is the embedding")
@@ -194,6 +196,8 @@ def _shape(arguments: argparse.Namespace) -> ModelShape:
     given = [name for name in ("params", "config", "module", "layers") if getattr(arguments, name) is not None]
     if len(given) != 1:
         raise ValueError("a model is given by one of --params, --config, --module or --layers with the other sizes")
+    if given[0] in _OPEN_SIZES:
+        _refuse_sizes_beside(given[0], arguments)
     if arguments.config:
         return _configured(arguments.config, arguments.seq or 0)
     if arguments.module:
@@ -212,11 +216,26 @@ def _shape(arguments: argparse.Namespace) -> ModelShape:
     return _sized(arguments)
 
 
+def _refuse_sizes_beside(form: str, arguments: argparse.Namespace) -> None:
+    """Sizes that this form of a model would have ignored."""
+    values = {name: getattr(arguments, name.replace("-", "_")) for name in _SIZES}
+    named = [f"--{name}" for name, value in values.items() if value is not None and name not in _OPEN_SIZES[form]]
+    for name, kinds in (("gated", ("plain", "gated")), ("tied", ("untied", "tied"))):
+        value = getattr(arguments, name)
+        if value is not None:
+            named.append(f"--{kinds[value]}")
+    if named:
+        raise ValueError(
+            f"--{form} already tells what {' and '.join(named)} would; leave {'them' if len(named) > 1 else 'it'} out, "
+            "or give the model by --layers, --hidden and --heads"
+        )
+
+
 def _sized(arguments: argparse.Namespace) -> ModelShape:
     hidden, heads, seq = arguments.hidden, arguments.heads, arguments.seq or 2048
     vocab = arguments.vocab or 50257
     # Heads come last: their width need not be a part of the hidden width.
-    if arguments.gated:
+    if arguments.gated is not False:
         ffn = arguments.ffn or -(-8 * hidden // 3 // 256) * 256
         shape = ModelShape.llama(arguments.layers, hidden, 1, ffn, vocab=vocab, seq=seq)
     else:
