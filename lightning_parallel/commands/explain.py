@@ -114,7 +114,7 @@ def _ring(arguments: argparse.Namespace) -> Answer:
         whole = _ring_table(ring)
     text = (
         f"{ring.sends} sends = 2 (n - 1) n; each rank sends 2 (n - 1) / n = {ring.share:.3g} times the vector, "
-        f"however many ranks there are; afterwards every rank holds {_short_vector(ring.result[n - 1])}"
+        f"less than twice however many ranks there are; afterwards every rank holds {_short_vector(ring.result[n - 1])}"
     )
     return Answer({**data, "result": [list(vector) for vector in ring.result]}, (whole, text))
 

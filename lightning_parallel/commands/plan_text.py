@@ -23,7 +23,7 @@ def plan_text(data: Mapping[str, Any]) -> list[RenderableType]:
     if data["plans"]:
         best = data["plans"][0]
         parts += [_ranking(data), *_other_schedules(data["plans"][:SHOWN]), *_more(data["plans"], "layouts fit")]
-        parts += [_memory(best), _seconds(best), *_run(best)]
+        parts += [_memory(best), *_elsewhere(best), _seconds(best), *_run(best)]
         parts += ["", *_runs_it(best)]
         notes = ("precision_note", "recompute_note") if best["strategy"]["class_path"] else ()
         parts += [best[note] for note in notes if best[note]]
@@ -103,11 +103,25 @@ def _more(entries: list[dict[str, Any]], what: str, shown: int = SHOWN) -> list[
 
 
 def _memory(plan: Mapping[str, Any]) -> RenderableType:
-    grid = table("memory of the fullest rank", "term", "size")
+    grid = table("memory of the fullest rank", "term", "size", "figure")
     for name, value in plan["memory_gib"].items():
         if value:
-            grid.add_row(name.replace("_", " "), memory_text(value * GIB))
+            figure = "exact" if name in plan["memory_exact_terms"] else "estimated"
+            grid.add_row(name.replace("_", " "), memory_text(value * GIB), "" if name == "total" else figure)
     return grid
+
+
+def _elsewhere(plan: Mapping[str, Any]) -> list[str]:
+    """Memory beside that of the fullest rank: of the other stages, and of the hosts."""
+    stages = plan["memory_by_stage_gib"]
+    totals = " ".join(f"{stage['total']:.1f}" for stage in stages)
+    held = {name: memory_text(value * GIB) for name, value in plan["host_memory_gib"].items() if value}
+    where = {"start": "at the start", "offload": "of offloaded states", "nvme": "on NVMe"}
+    hosts = ", ".join(f"{held[name]} {text}" for name, text in where.items() if name in held)
+    return [
+        *([f"total of each stage, GiB: {totals}"] if len(stages) > 1 else []),
+        *([f"host memory of a node: {hosts}"] if hosts else []),
+    ]
 
 
 def _seconds(plan: Mapping[str, Any]) -> RenderableType:
@@ -119,12 +133,16 @@ def _seconds(plan: Mapping[str, Any]) -> RenderableType:
 
 
 def _run(plan: Mapping[str, Any]) -> list[str]:
+    """How long a run takes, and the one that was asked for."""
+    hours = plan["gpu_hours_per_billion_tokens"]
+    spelled = f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
+    rate = f"{short(plan['tokens_per_day'])} tokens per day, {spelled} GPU-hours per billion tokens"
     run = plan.get("run")
     if run is None:
-        return []
+        return [rate]
     cost = f", cost {run['cost']:,.0f} at {run['price']:g} per GPU-hour" if "cost" in run else ""
-    hours = f"{run['days']:,.3g} days, {run['gpu_hours']:,.0f} GPU-hours"
-    return [f"the whole run of {short(run['tokens'])} tokens: {hours}{cost}"]
+    took = f"{run['days']:,.3g} days, {run['gpu_hours']:,.0f} GPU-hours"
+    return [rate, f"the whole run of {short(run['tokens'])} tokens: {took}{cost}"]
 
 
 def _runs_it(plan: Mapping[str, Any]) -> list[str]:

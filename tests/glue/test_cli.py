@@ -134,6 +134,10 @@ def test_kernels_are_those_that_come_with_the_precision(
         ([], "a model is given by one of"),
         (["--params", "7e9", "--layers", "3"], "a model is given by one of"),
         (["--layers", "3"], "also needs --hidden and --heads"),
+        (["--params", "7e9", "--vocab", "99", "--plain"], "--params already tells what --vocab and --plain would; leave"),
+        (["--params", "7e9", "--heads", "16", "--seq", "9"], "--params already tells what --heads would; leave it out"),
+        (["--config", "mixtral.json", "--untied"], "--config already tells what --untied would"),
+        (["--module", "torch.nn:Linear", "--heads", "4", "--gated"], "--module already tells what --gated would"),
         (["--params", "7e9", "--gpu", "h100"], "GPU 'h100' is unknown"),
         (["--params", "7e9", "--gpu", "v100-32gb"], "v100-32gb has no bf16 matrix units"),
         (["--module", "torch.nn:Nothing"], "torch.nn has no Nothing"),
@@ -275,6 +279,17 @@ def test_wrong_values_end_in_one_line(arguments: str, message: str, capsys: pyte
             ["the whole run of 1T tokens: 143 days, 27,384 GPU-hours, cost 54,769 at 2 per GPU-hour", "49.7/49.7"],
             [],
         ),
+        (
+            "plan --params 70e9 --gpu a100-80gb --nodes 4 --tp 8 --pp 4 --zero 0",
+            ["total of each stage, GiB: 48.4 ", "host memory of a node: ", "at the start", "tokens per day, ", "GPU-hours"],
+            ["of offloaded states"],
+        ),
+        (
+            "plan --params 13e9 --gpu rtx-4090 --gpus-per-node 1 --global-batch 4",
+            ["GiB at the start, 193.7 GiB of offloaded states", "activations │ 12.0 GiB │ estimated"],
+            ["total of each stage"],
+        ),
+        ("explain ring --ranks 4", ["24 sends", "= 1.5 times the vector, less than twice however many"], []),
         (
             "plan --params 7e9 --recompute full",
             ["32 layers, hidden 4096", "8 sequences of 4096 tokens per step", "adamw", "no --gpu is given: planned for"]
