@@ -90,8 +90,11 @@ def on_four(rank: int, world_size: int) -> dict[str, Any]:
         return TensorPipelineStrategy(tensor, pipeline, plan="auto", **options)
 
     return {
+        "tensor and pipeline": compared(world_size, split(2, 2)),
+        "tensor, zero 1": compared(world_size, split(2, 1, zero_stage=1)),
         "tensor, zero 2": compared(world_size, split(2, 1, zero_stage=2)),
         "pipeline, zero 1": compared(world_size, split(1, 2, zero_stage=1)),
+        "pipeline, zero 2": compared(world_size, split(1, 2, zero_stage=2)),
     }
 
 
