@@ -73,10 +73,14 @@ def _fastest(job: TrainingJob, fixed: Mapping[str, Any]) -> Plan | None:
     return plans[0] if plans else None
 
 
+def _sizes(plan: Plan) -> str:
+    split = plan.split
+    return f"tensor {split.tensor} x pipeline {split.pipeline} x data {split.data * split.context}"
+
+
 def _layout(plan: Plan) -> str:
     split = plan.split
-    sizes = f"tensor {split.tensor} x pipeline {split.pipeline} x data {split.data * split.context}"
-    return f"{sizes}, ZeRO-{split.zero_stage}, micro-batch {split.micro_batch}, {memory_text(plan.worst.total)}"
+    return f"{_sizes(plan)}, ZeRO-{split.zero_stage}, micro-batch {split.micro_batch}, {memory_text(plan.worst.total)}"
 
 
 def _remedies(result: SearchResult) -> list[str]:
@@ -118,15 +122,30 @@ def _sequences(result: SearchResult) -> Iterator[str]:
 
 
 def _ways_out(result: SearchResult, offloading: Plan | None) -> list[str]:
-    job, sentences = result.job, []
-    if offloading is not None:
-        kind = "host memory" if offloading.split.offload == "cpu" else "NVMe"
-        host = offloading.host["offload" if offloading.split.offload == "cpu" else "nvme"]
-        sentences.append(
-            f"ZeRO-{offloading.split.zero_stage} with offload fits: it needs {host / GIB:.0f} GiB of {kind} per node "
-            f"and takes {offloading.time.total:.3g} s per step."
-        )
-    return [*sentences, *_more_nodes(result), _adapters(job)]
+    sentences = [] if offloading is None else [_offloaded(result, offloading)]
+    return [*sentences, *_more_nodes(result), _adapters(result.job)]
+
+
+def _offloaded(result: SearchResult, best: Plan) -> str:
+    """What the fastest plan takes, and the fastest with tensor parallelism inside the nodes where that is another."""
+    domain = result.job.cluster.link_domain
+    inside = next((plan for plan in result.plans if 1 < plan.split.tensor <= domain), None)
+    beside = f", beside {_sizes(best)}" if best.split.tensor * best.split.pipeline > 1 else ""
+    text = (
+        f"ZeRO-{best.split.zero_stage} with offload fits{beside}: it needs {_host_text(best)} per node and takes "
+        f"{best.time.total:.3g} s per step"
+    )
+    if inside is None or best.split.tensor > 1:
+        return f"{text}."
+    return (
+        f"{text}; tensor parallelism {inside.split.tensor} inside the node with ZeRO-{inside.split.zero_stage} "
+        f"({_sizes(inside)}) needs {_host_text(inside)} and takes {inside.time.total:.3g} s."
+    )
+
+
+def _host_text(plan: Plan) -> str:
+    name, kind = ("offload", "host memory") if plan.split.offload == "cpu" else ("nvme", "NVMe")
+    return f"{plan.host[name] / GIB:.0f} GiB of {kind}"
 
 
 def _more_nodes(result: SearchResult) -> Iterator[str]:

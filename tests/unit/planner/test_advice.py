@@ -71,6 +71,16 @@ def test_nothing_fits_for_a_cause_and_what_is_named_works(asked: JobAndFixed, ca
     assert not any("Adapters" in other for other in others), "they would not help"
 
 
+def test_what_is_offloaded_beside_tensor_ranks_says_so() -> None:
+    job = TrainingJob(typical_shape(70e9), Cluster(find_gpu("a100-80gb")), 64)
+    best = search(job).plans[0].split
+    assert best.tensor > 1
+    offloaded = advice(search(job, {"tensor": best.tensor, "pipeline": best.pipeline}))
+    assert not any("inside the node" in sentence for sentence in offloaded), "it is the plan itself"
+    sizes = f"tensor {best.tensor} x pipeline {best.pipeline} x data {best.data}"
+    assert any(f"ZeRO-2 with offload fits, beside {sizes}: it needs" in sentence for sentence in offloaded)
+
+
 def test_a_model_larger_than_all_computers_is_answered_at_once() -> None:
     job, _ = job_of(1e15)
     start = time.process_time()

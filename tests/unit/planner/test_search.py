@@ -301,6 +301,7 @@ def test_seventy_billion_need_tensor_parallelism_and_more_nodes_or_offload_to_tr
     sentences = advice(search(job))
     assert "1120 GB, 130.4 GiB per GPU if split over all 8" in sentences[0]
     assert "GiB of host memory per node" in sentences[1]
+    assert "tensor parallelism 8 inside the node with ZeRO-2 (tensor 8 x pipeline 1 x data 1) needs" in sentences[1]
     assert "needs at least 2 nodes" in sentences[2]
     adapters = search(replace(job, trainable=0.005))
     assert adapters.plans[0].split.offload == "none"
