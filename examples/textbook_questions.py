@@ -56,7 +56,7 @@ def answer(question: Question) -> Iterator[str]:
         split, memory = best.split, best.worst.gib()
         zero = f"ZeRO-{split.zero_stage}" + (f" with offload to {split.offload}" if split.offload != "none" else "")
         yield f"tensor {split.tensor} x pipeline {split.pipeline} x data {split.data}, {zero}"
-        yield f"{memory['total']:.1f} of {job.cluster.gpu.memory_gib:.1f} GiB on a GPU, {best.time.total:.3g} s per step"
+        yield f"{memory['total']:.1f} of {job.cluster.gpu.memory_gib:.1f} GiB of a GPU, {best.time.total:.3g} s a step"
         if question.tokens:
             days = question.tokens / job.tokens * best.time.total / SECONDS_PER_DAY
             yield f"{question.tokens:.3g} tokens take {days:.1f} days on {job.cluster.gpus} GPUs"

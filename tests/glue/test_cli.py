@@ -134,7 +134,10 @@ def test_kernels_are_those_that_come_with_the_precision(
         ([], "a model is given by one of"),
         (["--params", "7e9", "--layers", "3"], "a model is given by one of"),
         (["--layers", "3"], "also needs --hidden and --heads"),
-        (["--params", "7e9", "--vocab", "99", "--plain"], "--params already tells what --vocab and --plain would; leave"),
+        (
+            ["--params", "7e9", "--vocab", "99", "--plain"],
+            "--params already tells what --vocab and --plain would; leave",
+        ),
         (["--params", "7e9", "--heads", "16", "--seq", "9"], "--params already tells what --heads would; leave it out"),
         (["--config", "mixtral.json", "--untied"], "--config already tells what --untied would"),
         (["--module", "torch.nn:Linear", "--heads", "4", "--gated"], "--module already tells what --gated would"),
@@ -281,7 +284,13 @@ def test_wrong_values_end_in_one_line(arguments: str, message: str, capsys: pyte
         ),
         (
             "plan --params 70e9 --gpu a100-80gb --nodes 4 --tp 8 --pp 4 --zero 0",
-            ["total of each stage, GiB: 48.4 ", "host memory of a node: ", "at the start", "tokens per day, ", "GPU-hours"],
+            [
+                "total of each stage, GiB: 48.4 ",
+                "host memory of a node: ",
+                "at the start",
+                "tokens per day, ",
+                "GPU-hours",
+            ],
             ["of offloaded states"],
         ),
         (
