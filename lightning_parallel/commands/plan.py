@@ -16,6 +16,7 @@ from lightning_parallel.planner.hardware import GPUS, PRECISIONS, Cluster, Gpu, 
 from lightning_parallel.planner.job import (
     ATTENTIONS,
     KERNELS,
+    LOSSES,
     OFFLOADS,
     OPTIMIZERS,
     RECOMPUTES,
@@ -113,6 +114,9 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         "--attention", choices=ATTENTIONS, default="flash", help="eager stores scores; %(default)s unless given"
     )
     group.add_argument(
+        "--loss", choices=LOSSES, default="plain", help="fused keeps no logits in 32 bit; %(default)s unless given"
+    )
+    group.add_argument(
         "--kernels",
         choices=("auto", *KERNELS),
         default="auto",
@@ -169,6 +173,7 @@ def _answer(arguments: argparse.Namespace) -> Answer:
         states=arguments.states,
         trainable=arguments.trainable,
         dropout=arguments.dropout,
+        loss=arguments.loss,
         scatters_sends=kernels == "fused",  # they come with Megatron's pipeline
     )
     fixed = {name: getattr(arguments, name) for name in FIXABLE if getattr(arguments, name) is not None}

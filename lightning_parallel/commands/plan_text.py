@@ -43,7 +43,7 @@ def _assumed(data: Mapping[str, Any]) -> list[str]:
         f"{model['parameters']:,} parameters{trained}: {plural(model['layers'], 'layer')}, hidden {model['hidden']}, "
         f"{plural(model['heads'], 'head')}, MLP {model['ffn']}, vocabulary {model['vocab']}",
         f"{plural(job['sequences_per_step'], 'sequence')} of {plural(model['seq'], 'token')} per step, products in "
-        f"{job['precision']}, {job['optimizer']}, {job['attention']} attention",
+        f"{job['precision']}, {job['optimizer']}, {job['attention']} attention, {job['loss']} loss",
         f"states {job['states']!r}: bytes per parameter of {kept}",
         f"on {cluster['gpus']} x {cluster['gpu']} ({plural(cluster['nodes'], 'node')})",
         *data.get("assumed", ()),

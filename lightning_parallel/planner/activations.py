@@ -10,7 +10,7 @@ from lightning_parallel.planner.job import Candidate, TrainingJob
 
 __all__ = ["block_bytes", "boundary_bytes", "logit_bytes", "passing_bytes"]
 
-# Bytes per logit: the logits, and their 32-bit copy, log-probabilities and gradient; fused losses work in place.
+# Bytes per logit: the logits, and their 32-bit copy, log-probabilities and gradient; fused kernels work in place.
 LOGIT_BYTES = {"fused": 8.0, "plain": 10.0}
 
 
@@ -82,5 +82,6 @@ def passing_bytes(job: TrainingJob, split: Candidate) -> float:
 
 
 def logit_bytes(job: TrainingJob, split: Candidate) -> float:
-    """Bytes of logits and loss of one micro-batch on the last stage."""
-    return split.micro_batch_tokens(job) * job.shape.vocab / split.tensor * LOGIT_BYTES[job.kernels]
+    """Bytes of logits and loss of one micro-batch on the last stage; a fused loss has logits and their gradient."""
+    each = 2 * job.product_bytes if job.loss == "fused" else LOGIT_BYTES[job.kernels]
+    return split.micro_batch_tokens(job) * job.shape.vocab / split.tensor * each

@@ -12,6 +12,7 @@ from lightning_parallel.planner.units import plural
 
 __all__ = [
     "ATTENTIONS",
+    "LOSSES",
     "KERNELS",
     "OFFLOADS",
     "OPTIMIZERS",
@@ -28,6 +29,7 @@ Offload = Literal["none", "cpu", "nvme"]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOADS = ("none", "cpu", "nvme")
 ATTENTIONS = ("flash", "eager")
+LOSSES = ("plain", "fused")
 KERNELS = ("plain", "fused")
 STATES = ("mixed", "flat-gradients", "fp32-gradients", "both-gradients", "autocast", "true")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zb-h2", "zb-v")
@@ -55,6 +57,8 @@ class TrainingJob:
             ones beside that sum (DeepSpeed's optimizer for bf16), "autocast" keeps everything in 32 bit and casts for
             products (Lightning's "bf16-mixed"), "true" has no master weights.
         dropout: whether a plain (not gated) block drops parts of the residual stream, so that it keeps two masks.
+        loss: "plain" takes logits to 32 bit and keeps their probabilities, "fused" is a kernel that keeps the logits as
+            they are and makes their gradient at once (flash-attn's cross-entropy, Liger's).
         trainable: the part of the parameters that is trained (below 1 for adapters such as LoRA).
         scatters_sends: whether each tensor rank sends its part of what passes between stages, and the next stage
             gathers it (Megatron's scatter and gather, DeepSpeed's partitioned pipes). The strategies here send the
@@ -74,11 +78,12 @@ class TrainingJob:
     states: str = "mixed"
     trainable: float = 1.0
     dropout: bool = True
+    loss: str = "plain"
     scatters_sends: bool = False
 
     def __post_init__(self) -> None:
         known = {"precision": PRECISIONS, "optimizer": tuple(OPTIMIZERS), "attention": ATTENTIONS, "states": STATES}
-        known["kernels"] = KERNELS
+        known |= {"kernels": KERNELS, "loss": LOSSES}
         for name, names in known.items():
             if getattr(self, name) not in names:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use {' or '.join(names)}")

@@ -166,6 +166,8 @@ def _head_kernels(job: TrainingJob, t: int, context: int, micro_batch: int) -> K
     shape, gpu, tokens = job.shape, job.cluster.gpu, split.micro_batch_tokens(job)
     precision = "bf16" if job.precision in NARROW_SHARE else job.precision
     forward, backward = _product(gpu, precision, tokens, shape.vocab / split.tensor, shape.hidden)
-    # The loss reads the logits in 32 bit for the maximum and the sum, and writes their gradients.
+    # The loss reads the logits in 32 bit for the maximum and the sum, and writes their gradients; a fused one reads the
+    # logits as they are, and once more for the gradients.
     loss = tokens * shape.vocab / split.tensor / stream(gpu)
-    return Kernels(Pass(gemm=forward, memory=10 * loss), Pass(gemm=backward, memory=8 * loss))
+    there, back = (job.product_bytes, 2 * job.product_bytes) if job.loss == "fused" else (10.0, 8.0)
+    return Kernels(Pass(gemm=forward, memory=there * loss), Pass(gemm=backward, memory=back * loss))

@@ -66,6 +66,7 @@ def result_data(result: SearchResult, *, price: float = 0.0, tokens: float = 0.0
             "optimizer": job.optimizer,
             "attention": job.attention,
             "kernels": job.kernels,
+            "loss": job.loss,
             "trainable": job.trainable,
         },
         "plans": [_plan_data(job, plan, price, tokens) for plan in result.plans],

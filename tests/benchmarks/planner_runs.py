@@ -130,6 +130,9 @@ def _run(row: Row) -> Run:
         attention=row["attention"],
         kernels="fused" if fused else "plain",
         states=states,
+        # By default its models have no dropout and flash-attn's loss (`loss_fn: fused_crossentropy`).
+        dropout=row["source"] != "llm-foundry",
+        loss="fused" if row["source"] == "llm-foundry" else "plain",
         scatters_sends=True,
     )
     # Printed memory is in GiB, also where it says GB: nvidia-smi and torch both count in powers of two.

@@ -107,6 +107,14 @@ def test_the_first_stage_of_1f1b_keeps_most_and_the_last_keeps_one() -> None:
     assert stages[0].logits == 0 < stages[3].logits
 
 
+def test_a_fused_loss_keeps_logits_and_their_gradient_in_16_bit() -> None:
+    plain, fused = (memory_by_stage(job_of(LLAMA, loss=loss), Candidate())[0].logits for loss in ("plain", "fused"))
+    assert fused == 4 * LLAMA.seq * LLAMA.vocab
+    assert plain == 2.5 * fused
+    with pytest.raises(ValueError, match="loss='liger' is unknown; use plain or fused"):
+        job_of(LLAMA, loss="liger")
+
+
 def test_a_tied_head_is_held_by_both_ends_of_a_pipeline() -> None:
     gpt = ModelShape.gpt(12, 768, 12, seq=1024)
     assert sum(stage_parameters(gpt, Candidate())) == gpt.parameters
