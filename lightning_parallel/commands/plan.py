@@ -142,7 +142,7 @@ def _add_layout(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--zero", type=int, choices=(0, 1, 2, 3), dest="zero_stage", help="what is sharded over replicas"
     )
-    group.add_argument("--offload", choices=OFFLOADS, help="where states lie; off the GPU only if nothing else fits")
+    group.add_argument("--offload", choices=OFFLOADS, help="where states lie; off the GPU if that is faster")
     group.add_argument(
         "--schedule", choices=SCHEDULES, help="of pipelines, and only these are planned when it is given"
     )

@@ -36,6 +36,7 @@ __all__ = [
     "best_variant",
     "fits",
     "has_room",
+    "may_undercut",
     "plan_of",
     "surely_too_large",
 ]
@@ -108,6 +109,18 @@ def has_room(job: TrainingJob, base: Candidate, fixed: Mapping[str, Any]) -> boo
     except ValueError:
         return False
     return False
+
+
+def may_undercut(job: TrainingJob, base: Candidate, fixed: Mapping[str, Any], limit: float) -> bool:
+    """Whether a bound from below on the seconds of some variant of a layout is less than a limit."""
+    try:
+        return any(
+            least_seconds(job, variant, whole) < limit
+            for size in micro_batches(job, base, fixed)
+            for variant, whole in _arranged(job, replace(base, micro_batch=size), fixed)
+        )
+    except ValueError:
+        return False
 
 
 def best_variant(job: TrainingJob, base: Candidate, fixed: Mapping[str, Any]) -> Plan | Rejected:

@@ -8,7 +8,15 @@ from math import inf
 from typing import Any
 
 from lightning_parallel.planner.beyond import Beyond, faster_elsewhere
-from lightning_parallel.planner.fitting import USABLE_MEMORY, Plan, Rejected, best_variant, has_room
+from lightning_parallel.planner.fitting import (
+    USABLE_MEMORY,
+    WORTHWHILE,
+    Plan,
+    Rejected,
+    best_variant,
+    has_room,
+    may_undercut,
+)
 from lightning_parallel.planner.given import no_layout_text, refuse_unknown
 from lightning_parallel.planner.job import TrainingJob
 from lightning_parallel.planner.runnable import missing, unrunnable
@@ -45,16 +53,17 @@ class SearchResult:
 def search(job: TrainingJob, fixed: Mapping[str, Any] | None = None) -> SearchResult:
     """The splits of ``job`` over all its GPUs, with some fields of the candidate ``fixed``.
 
-    Offload to the host is tried only when nothing fits without it, or when it is fixed; it comes with ZeRO. Tensor
-    groups reach beyond the fast links only when nothing fits otherwise, or when they are fixed. With a schedule given,
-    pipelines only are looked at.
+    Offload to the host is proposed only where it is faster by 1% than all that fits without it, or where nothing does;
+    it comes with ZeRO, and the disks are looked at only where the host's memory is no help. Tensor groups reach beyond
+    the fast links only when nothing fits otherwise, or when they are fixed. With a schedule given, pipelines only are
+    looked at.
 
     Raises:
         ValueError: a fixed field or value that no candidate has, or sizes that do not multiply to the number of GPUs.
     """
     given = dict(fixed or {})
     refuse_unknown(given)
-    result = _without_offload_if_possible(job, given)
+    result = _with_offload_where_it_helps(job, given)
     if not result.plans and "tensor" not in given:
         across = _across_nodes(job, given)
         result = replace(across, rejected=across.rejected + result.rejected) if across else result
@@ -64,17 +73,35 @@ def search(job: TrainingJob, fixed: Mapping[str, Any] | None = None) -> SearchRe
     return replace(result, fixed=given, beyond=beyond)
 
 
-def _without_offload_if_possible(job: TrainingJob, given: dict[str, Any]) -> SearchResult:
+def _with_offload_where_it_helps(job: TrainingJob, given: dict[str, Any]) -> SearchResult:
     result = runnable_layouts(job, {"offload": "none", **given})
     if not result.plans and not result.rejected:
         raise ValueError(no_layout_text(job.cluster, given))
-    if result.plans or "offload" in given or given.get("zero_stage") == 0:
+    if "offload" in given or given.get("zero_stage") == 0:
         return result
+    if result.plans:
+        limit = result.plans[0].time.total * (1 - WORTHWHILE)
+        faster = _undercutting(job, {**given, "offload": "cpu"}, limit)
+        faster = faster or _undercutting(job, {**given, "offload": "nvme"}, limit)
+        return replace(result, plans=(*faster, *result.plans))
     for offload in ("cpu", "nvme"):
         moved = runnable_layouts(job, {**given, "offload": offload})
         if moved.plans:
             return replace(moved, rejected=moved.rejected + result.rejected)
     return result
+
+
+def _undercutting(job: TrainingJob, fixed: dict[str, Any], limit: float) -> list[Plan]:
+    """Plans that a strategy runs in fewer seconds than the limit, the fastest first."""
+    found = [
+        best_variant(job, base, fixed)
+        for sizes in group_sizes(job, fixed)
+        if sizes.pipeline > 1 or not only_pipelines(fixed)
+        for base in (replace(sizes, zero_stage=stage) for stage in zero_stages(sizes, fixed))
+        if may_undercut(job, base, fixed, limit)
+    ]
+    plans = [plan for plan in found if isinstance(plan, Plan) and not missing(job, plan.split)]
+    return sorted((p for p in plans if p.time.total < limit), key=lambda plan: plan.time.total)
 
 
 def _across_nodes(job: TrainingJob, given: dict[str, Any]) -> SearchResult | None:

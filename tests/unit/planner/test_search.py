@@ -291,6 +291,19 @@ def test_nodes_of_six_gpus_are_planned() -> None:
     assert any("head count 32 cannot be split" in entry.reason for entry in result.rejected)
 
 
+@pytest.mark.parametrize(
+    ("params", "gpu", "gpus", "batch", "helps"),
+    [(7e9, "a100-40gb", 4, 512, True), (13e9, "h100-80gb", 4, 512, True), (13e9, "h100-80gb", 8, 8, False)],
+)
+def test_offload_is_proposed_where_it_is_faster(params: float, gpu: str, gpus: int, batch: int, helps: bool) -> None:
+    job = TrainingJob(typical_shape(params), Cluster(find_gpu(gpu), gpus), batch)
+    without, moved = (search(job, {"offload": offload}).plans for offload in ("none", "cpu"))
+    limit = without[0].time.total * (1 - WORTHWHILE)
+    faster = tuple(plan for plan in moved if plan.time.total < limit)
+    assert bool(faster) == helps
+    assert search(job).plans == (*faster, *without)
+
+
 def test_offload_without_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="offload cpu moves what is sharded, but ZeRO stage 0 shards nothing"):
         search(JOB, {"offload": "cpu", "zero_stage": 0})
