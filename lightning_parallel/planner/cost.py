@@ -254,16 +254,26 @@ def _data_group(job: TrainingJob, split: Candidate) -> Group:
 
 
 def _gather_seconds(job: TrainingJob, split: Candidate, block: Kernels, blocks: int) -> float:
-    """ZeRO-3, per micro-batch: weights gathered before each pass of a block, gradients scattered after its backward."""
+    """ZeRO-3, per micro-batch: weights gathered before each pass of a block, gradients scattered after its backward.
+
+    Offloaded weights come from the host first.
+    """
     if split.zero_stage < 3:
         return 0.0
     size = job.shape.local_parameters("block", split.tensor) * 2.0
-    once = all_gather_seconds(job.cluster, _data_group(job, split), size)
+    group = _data_group(job, split)
+    once = all_gather_seconds(job.cluster, group, size) + _fetch_seconds(job, split, size / group.size)
     forward = block.forward.total
     backward = block.backward.total + (forward if split.recompute == "full" else 0.0)
     exposed = max(0.0, once - DATA_OVERLAP * forward) + max(0.0, 2 * once - DATA_OVERLAP * backward)
     beside = min(once, forward) + min(2 * once, backward)
     return blocks * (exposed + CONTENTION * beside) + 2 * once
+
+
+def _fetch_seconds(job: TrainingJob, split: Candidate, share: float) -> float:
+    """Until a rank's share of weights has come from where ZeRO-3 keeps it between uses."""
+    rates = {"cpu": job.cluster.gpu.host_gbps * 1e9, "nvme": NVME_BYTES}
+    return share / rates[split.offload] if split.offload in rates else 0.0
 
 
 def _reduction_seconds(job: TrainingJob, split: Candidate, parameters: float, pass_seconds: float) -> float:

@@ -12,8 +12,8 @@ from lightning_parallel.planner.units import plural
 
 __all__ = [
     "ATTENTIONS",
-    "LOSSES",
     "KERNELS",
+    "LOSSES",
     "OFFLOADS",
     "OPTIMIZERS",
     "RECOMPUTES",

@@ -295,7 +295,7 @@ def test_wrong_values_end_in_one_line(arguments: str, message: str, capsys: pyte
         ),
         (
             "plan --params 13e9 --gpu rtx-4090 --gpus-per-node 1 --global-batch 4",
-            ["GiB at the start, 193.7 GiB of offloaded states", "activations │ 12.0 GiB │ estimated"],
+            ["GiB at the start, 193.7 GiB of offloaded states", "activations │ 6.2 GiB │ estimated"],
             ["total of each stage"],
         ),
         ("explain ring --ranks 4", ["24 sends", "= 1.5 times the vector, less than twice however many"], []),

@@ -15,6 +15,7 @@ from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.kernels import START_SECONDS, block_kernels, gemm_seconds
 from lightning_parallel.planner.links import Group, all_gather_seconds, all_reduce_seconds, send_seconds
 from lightning_parallel.planner.model_shape import ModelShape
+from lightning_parallel.planner.typical import typical_shape
 
 GPT = ModelShape.gpt(48, 8192, 64, vocab=51200)
 CLUSTER = Cluster(find_gpu("a100-80gb"), nodes=8)
@@ -197,3 +198,17 @@ def test_small_micro_batches_of_plain_modules_cost_more_per_token() -> None:
         block = block_kernels(replace(job, kernels=kernels), Candidate(tensor=8))
         assert block.forward.start == part * START_SECONDS["plain"]
         assert block.backward.start == 2 * block.forward.start
+
+
+def test_weights_that_lie_on_the_host_come_over_its_wire_for_every_micro_batch() -> None:
+    """What a block's passes do not hide is waited for: the less, the faster the wire."""
+    shape, split = typical_shape(13e9), Candidate(zero_stage=3, offload="cpu", micro_batch=1)
+
+    def waited(gbps: float) -> float:
+        gpu = replace(find_gpu("rtx-4090"), host_gbps=gbps)
+        return step_time(TrainingJob(shape, Cluster(gpu, gpus_per_node=1), 8), split).data
+
+    there = 2.0 * shape.local_parameters("block", 1) * shape.layers / 1e9
+    assert waited(1e9) < 1e-3 < waited(10) < waited(1)
+    # Almost nothing is hidden at 1 GB/s: for the forward once, for the backward in and its gradients out.
+    assert waited(1) == pytest.approx(8 * 3 * there, rel=0.1)

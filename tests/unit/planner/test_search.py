@@ -301,7 +301,12 @@ def test_offload_is_proposed_where_it_is_faster(params: float, gpu: str, gpus: i
     limit = without[0].time.total * (1 - WORTHWHILE)
     faster = tuple(plan for plan in moved if plan.time.total < limit)
     assert bool(faster) == helps
-    assert search(job).plans == (*faster, *without)
+    result = search(job)
+    assert result.plans == (*faster, *without)
+    (reason,) = advice(result)
+    assert "Nothing fits" not in reason
+    gain = f"{without[0].time.total / result.plans[0].time.total - 1:.0%} faster than the best without it: tensor"
+    assert (gain in reason) == helps
 
 
 def test_offload_without_zero_is_refused() -> None:
@@ -314,7 +319,7 @@ def test_seventy_billion_need_tensor_parallelism_and_more_nodes_or_offload_to_tr
     sentences = advice(search(job))
     assert "1120 GB, 130.4 GiB per GPU if split over all 8" in sentences[0]
     assert "GiB of host memory per node" in sentences[1]
-    assert "tensor parallelism 8 inside the node with ZeRO-2 (tensor 8 x pipeline 1 x data 1) needs" in sentences[1]
+    assert sentences[1].startswith("ZeRO-2 with offload fits, beside tensor 8 x pipeline 1 x data 1: it needs 930 GiB")
     assert "needs at least 2 nodes" in sentences[2]
     adapters = search(replace(job, trainable=0.005))
     assert adapters.plans[0].split.offload == "none"
