@@ -19,11 +19,12 @@ from lightning_parallel.planner.runnable import missing
 from lightning_parallel.planner.search import Plan, Rejected, SearchResult, rank_layouts
 from lightning_parallel.planner.units import memory_text, plural
 
-__all__ = ["NOTABLE", "Choice", "Choices", "choose"]
+__all__ = ["NOTABLE", "Choice", "Choices", "choose", "last_resort"]
 
 # What no strategy runs is told only where it is faster by this part: a run is about to start.
 NOTABLE = 0.05
 
+WhyNot = Callable[[TrainingJob, Candidate], str]
 Cases = Sequence[tuple[TrainingJob, Mapping[str, Any]]]
 
 
@@ -41,11 +42,15 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Choices:
-    """``ranked`` fastest first; the others with the reason; what would be notably faster but no strategy runs."""
+    """``ranked`` fastest first; the others with the reason; what would be notably faster but no strategy runs.
+
+    ``is_last_resort`` tells that states are offloaded because nothing fits without.
+    """
 
     ranked: tuple[Choice, ...]
     rejected: tuple[tuple[TrainingJob, Rejected], ...]
     beyond: tuple[tuple[TrainingJob, Beyond], ...] = ()
+    is_last_resort: bool = False
 
     @property
     def best(self) -> Choice:
@@ -65,11 +70,13 @@ class Choices:
             return f"no layout runs this job: {reasons or 'no sizes fill the devices'}"
         job, entry = min(known, key=lambda pair: pair[1].plan.worst.total if pair[1].plan else 0.0)
         split = entry.split
+        moves = split.offload == "cpu"
+        offloaded, memory = (" and states in host memory", "more host memory, ") if moves else ("", "")
         return (
             f"no layout of {plural(job.cluster.gpus, 'device')} with "
             f"{memory_text(job.cluster.gpu.memory_gib * GIB)} each holds {job.shape.parameters:,} parameters "
             f"and their training: the nearest, tensor {split.tensor} x pipeline {split.pipeline} "
-            f"x data {split.data} with ZeRO {split.zero_stage}, {entry.reason}; use more devices, a "
+            f"x data {split.data} with ZeRO {split.zero_stage}{offloaded}, {entry.reason}; use {memory}more devices, a "
             "smaller batch, or a model that recomputes its activations"
         )
 
@@ -82,8 +89,10 @@ class Choices:
         elsewhere = [
             result_data(SearchResult(job, (), (), beyond=(entry,)))["not_run_here"][0] for job, entry in self.beyond
         ]
-        offload = {"offload": self.best.plan.split.offload}  # never found, only given
-        best = SearchResult(self.best.job, (self.best.plan,), (), fixed=offload)
+        job, plan = self.best
+        given = {} if self.is_last_resort else {"offload": plan.split.offload}
+        others = tuple(entry for tried, entry in self.rejected if tried == job)
+        best = SearchResult(job, (plan,), others, fixed=given)
         answer = {
             "plans": [answer["plans"][0] for answer in found],
             "rejected": rejected,
@@ -95,7 +104,7 @@ class Choices:
 
 def choose(
     cases: Iterable[tuple[TrainingJob, Mapping[str, Any]]],
-    why_not: Callable[[TrainingJob, Candidate], str] = lambda job, split: "",
+    why_not: WhyNot = lambda job, split: "",
 ) -> Choices:
     """Every layout of the devices with the loader's batch on each replica.
 
@@ -111,7 +120,22 @@ def choose(
     return replace(found, beyond=tuple(_beyond(known, found.best)))
 
 
-def _ranked(cases: Cases, why_not: Callable[[TrainingJob, Candidate], str]) -> Choices:
+def last_resort(choices: Choices, cases: Iterable[tuple[TrainingJob, Mapping[str, Any]]], why_not: WhyNot) -> Choices:
+    """Where nothing fits, what does with states in host memory; the same choices otherwise, or if that does not help.
+
+    Args:
+        choices: what was found without.
+        cases: as for `choose`, of stages that shard something.
+        why_not: as for `choose`.
+    """
+    if choices.ranked:
+        return choices
+    found = choose([(job, {**fixed, "offload": "cpu"}) for job, fixed in cases], why_not)
+    rejected = choices.rejected + found.rejected
+    return replace(found, rejected=rejected, is_last_resort=bool(found.ranked))
+
+
+def _ranked(cases: Cases, why_not: WhyNot) -> Choices:
     ranked: list[Choice] = []
     rejected: list[tuple[TrainingJob, Rejected]] = []
     for job, fixed in _jobs(cases):

@@ -64,6 +64,11 @@ class Gpu:
         # Equal GPUs have equal names and memory; the rates are a mapping, which has no hash.
         return hash((self.name, self.memory_gib))
 
+    @property
+    def is_host(self) -> bool:
+        """Whether its memory is the host's, so that nothing can be moved there."""
+        return self.name == _CPU
+
     def peak(self, precision: str) -> float:
         """Dense peak in FLOP/s of matrix products in ``precision``.
 
@@ -75,6 +80,7 @@ class Gpu:
         return self.tflops[precision] * 1e12
 
 
+_CPU = "cpu"
 _ML_ENGINEERING = "stas00/ml-engineering 744d01e, accelerator and network tables"
 _VENDOR = "vendor's data sheet or whitepaper"
 
@@ -160,9 +166,7 @@ def recognise(device: str, memory_gib: float) -> Gpu:
 def cpu_process(memory_gib: float) -> Gpu:
     """One process on a CPU core that talks over gloo: rates of the right order, for runs that only try a layout out."""
     rates = _rates(0.03, fp32=0.05, fp16=0.005)
-    return Gpu(
-        "cpu", memory_gib, 10, rates, 1, 10, 0.8, 1, network_gbit=8, context_gib=0.0, source="order of magnitude"
-    )
+    return Gpu(_CPU, memory_gib, 10, rates, 1, 10, 0.8, 1, network_gbit=8, context_gib=0.0, source="order of magnitude")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.utilities import CombinedLoader
@@ -34,6 +35,7 @@ __all__ = [
     "copy_module",
     "example_training_batch",
     "forget_training_data",
+    "hand_over",
     "is_resuming",
     "logged_to",
     "module_copies",
@@ -269,6 +271,18 @@ def unmovable_left_alone(strategy: Any) -> Iterator[None]:
         yield
     finally:
         strategy._lightning_module = module
+
+
+def hand_over(trainer: Trainer, successor: Strategy) -> None:
+    """Another strategy goes on, in processes and with plugins that this trainer's has, before anything is set up."""
+    strategy: Any = trainer.strategy
+    other: Any = successor
+    for name in ("accelerator", "parallel_devices", "cluster_environment", "num_nodes", "_launcher", "_layer_sync"):
+        if hasattr(other, name):
+            setattr(other, name, getattr(strategy, name))
+    if strategy._checkpoint_io is not None:
+        other.checkpoint_io = strategy._checkpoint_io
+    trainer._accelerator_connector.strategy = other
 
 
 # ------------------------------------------------------------------------------------------------ signals

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 
@@ -15,33 +16,39 @@ from lightning_parallel.commands.modules import shape_of_module
 from lightning_parallel.commands.plan_text import plan_text
 from lightning_parallel.layout import ParallelLayout
 from lightning_parallel.mesh import whole_world
-from lightning_parallel.planner.choose import Choice, Choices, choose
+from lightning_parallel.planner.choose import Choice, Choices, choose, last_resort
 from lightning_parallel.planner.given import no_layout_text, refuse_unknown
 from lightning_parallel.planner.hardware import Cluster, find_gpu
 from lightning_parallel.planner.job import RECOMPUTES
 from lightning_parallel.planner.model_shape import ModelShape
 from lightning_parallel.strategies import _compat
 from lightning_parallel.strategies.chosen import RunnableChoices
+from lightning_parallel.strategies.config import LossConfig
+from lightning_parallel.strategies.left_apart import refuse_left_apart
 from lightning_parallel.strategies.planning import (
     PlannedPipeline,
     device_memory,
     device_name,
+    host_memory,
     planned_gpu,
+    planned_zero,
     recomputation,
     why_not,
     zero_cases,
 )
+from lightning_parallel.strategies.successor import lightning_runtime, succeed
 from lightning_parallel.strategies.tensor_pipeline import TensorPipelineStrategy
 
 __all__ = ["AutoStrategy"]
+
+RUNTIMES = ("lightning_parallel", "lightning")
 
 
 class AutoStrategy(TensorPipelineStrategy):
     """Trains over the fastest layout of tensor, pipeline and data ranks, with the ZeRO stage, that the planner finds.
 
     The plan is made and printed when processes have started and the module is known, from the same facts on every
-    rank. Sizes that are given are kept. What it chooses it runs itself, also plain and ZeRO data parallelism. Adam's
-    states are reckoned with, whatever `configure_optimizers` will return.
+    rank. Sizes that are given are kept. Adam's states are reckoned with, whatever `configure_optimizers` will return.
 
     Args:
         memory_gib: memory of one device in GiB; the device is asked if None, which a CPU cannot answer.
@@ -53,6 +60,10 @@ class AutoStrategy(TensorPipelineStrategy):
         recompute: what the model itself recomputes in its backward pass: "none", "selective" or "full". If None, "full"
             for a transformers model with gradient checkpointing switched on.
         zero_stage: to fix it.
+        runtime: who runs the plan. "lightning_parallel" runs every plan itself, also plain and ZeRO data parallelism,
+            so that logged values, odd last batches and unused parameters are treated alike whatever is planned.
+            "lightning" leaves plans to Lightning's own strategies where these suffice (see `lightning_runtime`) and
+            becomes DDP, or on GPUs FSDP or DeepSpeed, with what these do in such cases.
         **kwargs: as for `TensorPipelineStrategy`.
 
     Raises:
@@ -69,9 +80,17 @@ class AutoStrategy(TensorPipelineStrategy):
         seq: int = 0,
         recompute: str | None = None,
         zero_stage: int | None = None,
+        runtime: str = "lightning_parallel",
         **kwargs: Any,
     ) -> None:
         super().__init__(zero_stage=zero_stage or 0, **kwargs)
+        if runtime not in RUNTIMES:
+            raise ValueError(f"runtime={runtime!r} is unknown; use {' or '.join(map(repr, RUNTIMES))}")
+        if runtime == "lightning" and self.loss_config != LossConfig():
+            raise ValueError(
+                f"loss_weight={self.loss_config.weight!r} and non_finite={self.loss_config.non_finite!r} are not in "
+                "Lightning's own strategies, which runtime='lightning' may choose; leave them out, or the runtime"
+            )
         if memory_gib is not None and not memory_gib > 0:
             raise ValueError(f"memory_gib={memory_gib!r} is not the memory of a device; use GiB, such as 80")
         if recompute is not None and recompute not in RECOMPUTES:
@@ -82,8 +101,9 @@ class AutoStrategy(TensorPipelineStrategy):
         self.shape = shape
         self.seq = seq
         self.recompute = recompute
+        self.runtime = runtime
         self._fixed_zero = {} if zero_stage is None else {"zero_stage": zero_stage}
-        self.choices: Choices | None = None
+        self.choices: RunnableChoices | None = None
 
     @property
     def choice(self) -> Choice:
@@ -107,6 +127,8 @@ class AutoStrategy(TensorPipelineStrategy):
     ) -> RunnableChoices:
         """What the strategy would choose, without a trainer, a process or a weight, and what runs it.
 
+        States go to host memory, which the cluster may bound, where nothing fits without; give "offload" to decide.
+
         Args:
             module: the model, best built on the meta device; its sizes are read off it.
             cluster: the devices.
@@ -122,36 +144,58 @@ class AutoStrategy(TensorPipelineStrategy):
         refuse_unknown(given)
         found = shape or shape_of_module(module)
         chosen = choose(zero_cases(found, cluster, batch_size, precision, given), why_not)
+        if "offload" not in given and not cluster.gpu.is_host:
+            moved = {**given, "offload": "cpu"}
+            chosen = last_resort(chosen, zero_cases(found, cluster, batch_size, precision, moved), why_not)
         if not chosen.ranked and not chosen.rejected:
             raise ValueError(no_layout_text(cluster, given))
         return RunnableChoices(**vars(chosen))
 
+    def setup_environment(self) -> None:
+        """Starts the process group and plans; makes the groups of the layout, or leaves the trainer to a successor."""
+        if self.runtime == "lightning" and self._mesh is None:
+            refuse_left_apart(self._module())
+            DDPStrategy.setup_environment(self)
+            self.choices = self._planned()
+            precision = str(self.precision_plugin.precision)
+            able = lightning_runtime(self.choices, self.root_device.type, precision)
+            if able is not None:
+                _print(self.choices)
+                succeed(self._trainer(), self.choices, able)
+                return
+        super().setup_environment()
+
     def _choose_layout(self) -> ParallelLayout:
-        """Asks the planner, and takes over what it says."""
+        """Takes over what the planner says."""
+        if self.choices is None:
+            self.choices = self._planned()
+        self._adopt(self.choice)
+        _print(self.choices)
+        return super()._choose_layout()
+
+    def _planned(self) -> RunnableChoices:
+        """Asks the planner. Collective over the world."""
         module = self._module()
         memory = self._device_memory()
-        facts = comm.gather_objects((device_name(self.root_device), memory), whole_world())
-        names = dict.fromkeys(name for name, _ in facts)
+        facts = comm.gather_objects((device_name(self.root_device), memory, host_memory()), whole_world())
+        names = dict.fromkeys(name for name, _, _ in facts)
         if len(names) > 1:
             raise ValueError(
                 f"ranks have different devices ({', '.join(names)}); plan for one kind, or name it by gpu="
             )
-        least = min(amount for _, amount in facts)
+        least, host = (min(fact[kind] for fact in facts) for kind in (1, 2))
         gpu = planned_gpu(self.root_device, least) if self.gpu is None else replace(self.gpu, memory_gib=least)
         shape = self.shape or _read_shape(module, self.seq)
-        cluster = Cluster(gpu, self.num_processes, self.num_nodes)
+        cluster = Cluster(gpu, self.num_processes, self.num_nodes, host_gib=host)
         precision = str(self.precision_plugin.precision)
-        self.choices = self.plan(module, cluster, self._batch(), precision, shape, self._fixed(module))
-        self._adopt(self.choice)
-        _print(self.choices)
-        return super()._choose_layout()
+        return self.plan(module, cluster, self._batch(), precision, shape, self._fixed(module))
 
     def _adopt(self, choice: Choice) -> None:
         split = choice.plan.split
         self._sizes = (split.tensor, split.pipeline)
         self.tensor_config = replace(self.tensor_config, size=split.tensor)
         self.pipeline_config = PlannedPipeline.of(self.pipeline_config, split.pipeline, split.micro_batches(choice.job))
-        self.zero_config = replace(self.zero_config, stage=split.zero_stage)
+        self.zero_config = planned_zero(self.zero_config, split)
 
     def _fixed(self, module: nn.Module) -> dict[str, Any]:
         tensor, pipeline = self._sizes

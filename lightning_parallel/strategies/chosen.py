@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStr
 from lightning_parallel.planner.choose import Choices
 from lightning_parallel.planner.strategy_text import peers, trainer_arguments
 from lightning_parallel.strategies.config import ZeroConfig
+from lightning_parallel.strategies.planning import planned_zero
 from lightning_parallel.strategies.tensor_pipeline import TensorPipelineStrategy
 
 __all__ = ["RunnableChoices"]
@@ -64,7 +65,6 @@ class RunnableChoices(Choices):
 
     def _ours(self) -> TensorPipelineStrategy:
         job, split = self.best.job, self.best.plan.split
-        offload = None if split.offload == "none" else split.offload
         return TensorPipelineStrategy(
             tensor_parallel_size=split.tensor,
             pipeline_parallel_size=split.pipeline,
@@ -72,9 +72,7 @@ class RunnableChoices(Choices):
             # One stage has no order, whatever was given.
             schedule=split.schedule if split.pipeline > 1 else "1f1b",
             sequence_parallel=split.sequence_parallel,
-            zero_stage=ZeroConfig(
-                split.zero_stage, offload, offload_parameters=offload is not None and split.zero_stage == 3
-            ),
+            zero_stage=planned_zero(ZeroConfig(), split),
         )
 
     def _peer(self, runtime: str) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ __all__ = [
     "PlannedPipeline",
     "device_memory",
     "device_name",
+    "host_memory",
     "planned_gpu",
     "planned_states",
+    "planned_zero",
     "recomputation",
     "why_not",
     "zero_cases",
@@ -101,6 +104,21 @@ def recomputation(module: nn.Module) -> str:
 def device_name(device: torch.device) -> str:
     """As the driver calls it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def planned_zero(config: ZeroConfig, split: Candidate) -> ZeroConfig:
+    """The user's options with the stage and the offload of a plan."""
+    offload = None if split.offload == "none" else split.offload
+    moves_parameters = offload is not None and split.zero_stage == 3
+    return replace(config, stage=split.zero_stage, offload=offload, offload_parameters=moves_parameters)
+
+
+def host_memory() -> float:
+    """GiB of memory of this machine; 0 where the system does not say."""
+    names = getattr(os, "sysconf_names", {})
+    if not {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= set(names):
+        return 0.0
+    return max(0, os.sysconf("SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE") / GIB
 
 
 def device_memory(device: torch.device) -> float | None:

@@ -14,6 +14,8 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.precision import FSDPPrecision
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -37,6 +39,7 @@ from lightning_parallel.planner.search import USABLE_MEMORY, search
 from lightning_parallel.planner.strategy_text import peers, strategy_of, trainer_line, yaml_text
 from lightning_parallel.planner.typical import typical_shape
 from lightning_parallel.strategies.chosen import RunnableChoices
+from lightning_parallel.strategies.successor import lightning_runtime, take_over
 from tests.glue.oracle import QUIET, PeerSite, Site, assert_same
 from tests.glue.training import GPT, Tokens, weights
 from tests.harness import Ranks
@@ -121,10 +124,17 @@ def runs(rank: int, world_size: int, tight: float) -> Any:
     choices = AutoStrategy.plan(GPT(layers=4), cluster, 4, fixed={"zero_stage": 0, "recompute": "none"})
     chosen = [trained(choices.strategy(), world_size, 4)]
     module, site = GPT(layers=4, width=8), PeerSite((1, 1, world_size), rank)  # ddp's own sampler would shuffle
-    site.trainer(strategy=choices.strategy("ddp"), devices=world_size, max_steps=2).fit(
-        module, site.loader(Tokens(16), 8)
-    )
+    planned = AutoStrategy(memory_gib=AMPLE, runtime="lightning", batch_size=4, zero_stage=0)
+    trainer = site.trainer(strategy=planned, devices=world_size, max_steps=2)
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.fit(module, site.loader(Tokens(16), 8))
+    assert type(trainer.strategy) is DDPStrategy
+    assert planned.choice.plan.split.data == world_size
     chosen.append(weights(module))
+    split = AutoStrategy(memory_gib=AMPLE, runtime="lightning", tensor_parallel_size=2)
+    with contextlib.redirect_stdout(io.StringIO()):
+        chosen.append(trained(split, world_size, 8))
+    assert split.layout.tensor == 2, "who splits layers stays"
     shape, report = choices.best.job.shape, MemoryReport()
     with pytest.raises(ValueError, match="sizes of LateGPT cannot be read off it .*pass AutoStrategy\\(shape="):
         trained(AutoStrategy(memory_gib=AMPLE), world_size, 8, kind=LateGPT)
@@ -311,8 +321,10 @@ def test_tensor_groups_cross_nodes_where_nothing_fits_otherwise() -> None:
     assert why == "no strategy here runs tensor groups of 2 over nodes of 1 GPU"
     with pytest.raises(ValueError, match="tensor_parallel_size=2 does not divide the 1 devices of a node"):
         ParallelLayout.choose(2, 1, tensor=2)
-    choices = AutoStrategy.plan(torch.nn.Identity(), cluster, 1, "bf16-mixed", shape)
-    assert not choices.ranked, "the strategy would refuse what alone fits"
+    kept = AutoStrategy.plan(torch.nn.Identity(), cluster, 1, "bf16-mixed", shape, fixed)
+    assert not kept.ranked, "the strategy would refuse what alone fits"
+    moved = AutoStrategy.plan(torch.nn.Identity(), cluster, 1, "bf16-mixed", shape)
+    assert {(choice.plan.split.tensor, choice.plan.split.offload) for choice in moved.ranked} == {(1, "cpu")}
 
 
 def test_states_on_the_host_beside_tensor_ranks_are_proposed_and_run_as_written() -> None:
@@ -342,11 +354,66 @@ def test_states_on_the_host_beside_tensor_ranks_are_proposed_and_run_as_written(
         ({"recompute": "some"}, "recompute='some' is unknown; use 'none' or"),
         ({"gpu": "h100"}, "GPU 'h100' is unknown"),
         ({"zero_stage": 7}, "stage 7 of ZeRO is not available"),
+        ({"runtime": "ddp"}, "runtime='ddp' is unknown; use 'lightning_parallel' or 'lightning'"),
+        ({"runtime": "lightning", "non_finite": "skip"}, "non_finite='skip' are not in Lightning's own strategies"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         AutoStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "device", "precision", "runtime"),
+    [
+        ({"zero_stage": 0}, "cpu", "16-mixed", "ddp"),
+        ({"zero_stage": 3}, "cpu", "bf16-mixed", None),
+        ({"zero_stage": 3}, "cuda", "bf16-mixed", "fsdp"),
+        ({"zero_stage": 3}, "cuda", "16-mixed", None),
+        ({"zero_stage": 0, "micro_batch": 4}, "cuda", "bf16-mixed", None),
+        ({"tensor": 2, "zero_stage": 0}, "cuda", "bf16-mixed", None),
+    ],
+)
+def test_lightning_runs_what_it_can(fixed: dict[str, Any], device: str, precision: str, runtime: str | None) -> None:
+    choices = choices_of(**{"tensor": 1, "pipeline": 1, "micro_batch": 8, **fixed})
+    assert lightning_runtime(choices, device, precision) == runtime
+
+
+def test_a_successor_takes_what_the_trainer_was_given() -> None:
+    plugin = AsyncCheckpointIO()
+    trainer = Trainer(
+        accelerator="cpu", devices=2, precision="bf16-mixed", plugins=[plugin], sync_batchnorm=True,
+        strategy=AutoStrategy(runtime="lightning", memory_gib=AMPLE), **QUIET,
+    )  # fmt: skip
+    planner: Any = trainer.strategy
+    choices = choices_of(tensor=1, pipeline=1, zero_stage=3, micro_batch=8)
+    successor: Any = choices.strategy("fsdp")
+    take_over(trainer, successor)
+    assert trainer.strategy is successor
+    assert isinstance(trainer.precision_plugin, FSDPPrecision)
+    assert trainer.precision == "bf16-mixed"
+    assert (trainer.world_size, trainer.num_devices, trainer.num_nodes) == (2, 2, 1)
+    assert successor.checkpoint_io is plugin
+    for name in ("accelerator", "cluster_environment", "launcher", "_layer_sync"):
+        assert getattr(successor, name) is getattr(planner, name) is not None
+
+
+def test_states_go_to_the_host_where_nothing_fits_otherwise() -> None:
+    shape = ModelShape.llama(40, 5120, 40, 13824, vocab=32000, seq=512)
+    cluster = Cluster(find_gpu("rtx-4090"), gpus_per_node=1, host_gib=512)
+    choices = AutoStrategy.plan(torch.nn.Identity(), cluster, 1, "bf16-mixed", shape)
+    strategy = choices.strategy()
+    assert (strategy.zero_config.stage, strategy.zero_config.offload) == (3, "cpu")
+    assert strategy.zero_config.offload_parameters
+    assert "Nothing fits without offloading" in choices.data()["advice"][0]
+    assert "ZeRO-3 with offload fits" in choices.data()["advice"][1]
+    small = replace(cluster, host_gib=64)
+    with pytest.raises(
+        ValueError, match="and states in host memory, offloading needs 194 GiB .*there are 64 GiB; use more host memory"
+    ):
+        AutoStrategy.plan(torch.nn.Identity(), small, 1, "bf16-mixed", shape).strategy()
+    refused = AutoStrategy.plan(torch.nn.Identity(), cluster, 1, "bf16-mixed", shape, {"offload": "none"})
+    assert not refused.ranked, "what is given is kept"
 
 
 def test_names() -> None:

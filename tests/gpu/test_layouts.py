@@ -97,5 +97,13 @@ def test_half_precision_is_near_one_gpu(
     check(plain, tmp_path, Case(1, zero=zero, precision=precision), atol=0.02)
 
 
+@pytest.mark.parametrize(("stage", "name"), [(0, "DDPStrategy"), (3, "FSDPStrategy")])
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL has one rank on a GPU")
+def test_lightning_runs_a_plan(stage: int, name: str, plain: Plain, tmp_path: Path) -> None:
+    seen = run(tmp_path, Case(planned=stage, devices=2))
+    assert seen["strategy"] == name
+    assert seen["losses"] == pytest.approx(plain("32-true")["losses"], abs=1e-5)
+
+
 def test_step_never_waits_for_the_device(tmp_path: Path) -> None:
     run(tmp_path, Case(1, watch=True))

@@ -1,0 +1,76 @@
+"""Glue: Lightning's own strategy in the place of the one that planned for it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, FSDPPrecision, Precision
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_parallel.planner.strategy_text import peers
+from lightning_parallel.strategies import _compat
+from lightning_parallel.strategies.chosen import RunnableChoices
+
+__all__ = ["lightning_runtime", "succeed", "take_over"]
+
+# With a loss scaler FSDP and DeepSpeed have their own, and what the user set for the given one would be lost.
+_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+
+
+def lightning_runtime(choices: RunnableChoices, device: str, precision: str) -> str | None:
+    """Which of Lightning's own strategies runs the best plan with the loader's batches as they are.
+
+    Args:
+        choices: what was planned.
+        device: type of the devices; Lightning has FSDP and DeepSpeed for "cuda" only.
+        precision: as a Trainer names it.
+
+    Returns:
+        "ddp", "fsdp" or "deepspeed"; None if none of them does: layers or stages are split, batches are cut into
+        micro-batches, DeepSpeed alone would do and is not installed, or would scale losses its own way.
+    """
+    job, split = choices.best.job, choices.best.plan.split
+    if split.micro_batches(job) > 1:
+        return None
+    able = peers(job, split)
+    if "ddp" in able:
+        return "ddp"
+    if device != "cuda" or precision not in _PRECISIONS:
+        return None
+    if "fsdp" in able:
+        return "fsdp"
+    return "deepspeed" if "deepspeed" in able and find_spec("deepspeed") else None
+
+
+def succeed(trainer: Trainer, choices: RunnableChoices, runtime: str) -> None:
+    """Lets one of Lightning's own strategies go on with a trainer whose processes have started and know each other.
+
+    Args:
+        trainer: its strategy has set nothing up yet but the process group.
+        choices: what was planned.
+        runtime: see `lightning_runtime`.
+    """
+    strategy = choices.strategy(runtime)
+    take_over(trainer, strategy)
+    strategy.setup_environment()
+    name = type(strategy).__name__
+    rank_zero_info(f"lightning_parallel: Lightning's {name} runs this plan, as runtime='lightning' allows")
+
+
+def take_over(trainer: Trainer, successor: Strategy) -> None:
+    """Puts a strategy in the place of the trainer's, with the module and the plugins that this one was given."""
+    plugin, module = trainer.precision_plugin, trainer.lightning_module
+    successor.precision_plugin = _precision(successor, plugin)
+    _compat.hand_over(trainer, successor)
+    successor.connect(module)
+
+
+def _precision(strategy: Strategy, plugin: Precision) -> Precision:
+    """The plugin that a strategy takes for a precision."""
+    if isinstance(strategy, FSDPStrategy):
+        return FSDPPrecision(plugin.precision)  # type: ignore[arg-type]
+    if isinstance(strategy, DeepSpeedStrategy):
+        return DeepSpeedPrecision(plugin.precision)  # type: ignore[arg-type]
+    return plugin
