@@ -163,7 +163,10 @@ def read_or_train(width: int, flops: float, table: Path, arguments: argparse.Nam
     start = time.perf_counter()
     wanted = (count(width), STEP_TOKENS * steps_for(width, flops))
     done = {(run.params, run.tokens): run for run in read_runs(table).runs} if table.exists() else {}
-    run = done.get(wanted) or train(width, flops, table, arguments)
+    try:
+        run = done.get(wanted) or train(width, flops, table, arguments)
+    except ValueError as error:
+        sys.exit(f"{flops:.2g} FLOPs, width {width}: {error}; a lower --lr may help. Runs before it are in {table}")
     took = "from the table" if wanted in done else f"{time.perf_counter() - start:.0f} s"
     console.print(
         f"{flops:.2g} FLOPs, width {width:4d}: {run.params:9,.0f} parameters, {run.tokens:11,.0f} bytes, "

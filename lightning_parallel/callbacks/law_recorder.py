@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,8 @@ class ScalingLawRecorder(TokenCallback):
         if not isinstance(observed, torch.Tensor):
             logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
             raise ValueError(f"loss={self.loss!r} was not logged, only {logged}; log it or name one of these")
+        if not 0 < float(observed) < math.inf:
+            raise ValueError(f"loss={self.loss!r} ended at {float(observed)}, which no law describes; not recorded")
         per_token = self.flops_per_token or FLOPS_PER_PARAM_AND_TOKEN * self._counter.size
         self.run = Run(self._counter.size, self.tokens, float(observed), per_token * self.tokens)
         if trainer.is_global_zero:

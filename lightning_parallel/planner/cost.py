@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.kernels import Kernels, block_kernels, head_kernels, stream
 from lightning_parallel.planner.links import Group, all_gather_seconds, all_reduce_seconds, send_seconds
-from lightning_parallel.planner.stages import blocks_per_stage, stage_parameters
+from lightning_parallel.planner.stages import ROUNDING, blocks_per_stage, stage_parameters
 
 __all__ = ["StepTime", "hop_seconds", "idle_share", "least_seconds", "pass_seconds", "step_time"]
 
@@ -36,8 +36,6 @@ OPTIMIZER_TRAFFIC = 34.0
 # for the ends. One v-th for v interleaved chunks; with split backwards in theory a third for ZB-H1, none for ZB-H2 and
 # ZB-V. From the bubble rates in tables 5 and 8 of Qi et al. 2024 (8 to 32 stages, 3 micro-batches per stage and more).
 IDLE_PASSES = {"interleaved": (1.0, 0.33), "zero-bubble": (0.445, 1.1), "zb-h2": (0.12, 1.8), "zb-v": (0.13, 0.95)}
-# By how much sums in another order may differ.
-ROUNDING = 1e-9
 # Bytes per second that a CPU's Adam moves, and those of an NVMe disk, per GPU: DeepSpeed's CPU Adam and a striped disk.
 CPU_ADAM_BYTES = 12e9
 NVME_BYTES = 3e9

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from lightning_parallel.planner.activations import block_bytes, boundary_bytes, logit_bytes, passing_bytes
 from lightning_parallel.planner.hardware import GIB
 from lightning_parallel.planner.job import Candidate, TrainingJob
-from lightning_parallel.planner.stages import blocks_per_stage, live_blocks, mean_parameters, stage_parameters
+from lightning_parallel.planner.stages import ROUNDING, blocks_per_stage, live_blocks, mean_parameters, stage_parameters
 
 __all__ = [
     "EXACT_TERMS",
@@ -32,8 +32,6 @@ FRAGMENTATION = 0.05
 BUCKET_BYTES = 1.0 * GIB
 # Blocks whose weights ZeRO-3 holds whole at one time: the running one and the next.
 GATHERED_BLOCKS = 2
-# By how much sums in another order may differ.
-ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)

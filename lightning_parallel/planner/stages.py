@@ -8,7 +8,10 @@ from lightning_parallel.pipeline.partition import partition_blocks
 from lightning_parallel.planner.job import Candidate
 from lightning_parallel.planner.model_shape import ModelShape
 
-__all__ = ["blocks_per_stage", "live_blocks", "live_micro_batches", "mean_parameters", "stage_parameters"]
+__all__ = ["ROUNDING", "blocks_per_stage", "live_blocks", "live_micro_batches", "mean_parameters", "stage_parameters"]
+
+# By how much sums over stages in another order may differ.
+ROUNDING = 1e-9
 
 
 def blocks_per_stage(shape: ModelShape, split: Candidate) -> tuple[int, ...]:

@@ -278,6 +278,17 @@ def test_a_loss_that_was_not_logged_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "runs.csv").exists()
 
 
+def test_a_run_that_diverged_is_not_recorded(tmp_path: Path) -> None:
+    class Diverged(Sized):
+        def on_train_epoch_end(self) -> None:
+            self.log("val_loss", torch.tensor(float("nan")))
+
+    module = Diverged(1, 8, 1)
+    with pytest.raises(ValueError, match="loss='val_loss' ended at nan, which no law describes; not recorded"):
+        trainer(ScalingLawRecorder(tmp_path / "runs.csv"), max_steps=1).fit(module)
+    assert not (tmp_path / "runs.csv").exists()
+
+
 def test_the_largest_batch_that_fits_keeps_the_global_one() -> None:
     module = Sized(1, 8, 1, most=5)
     module.batch_size = 8
