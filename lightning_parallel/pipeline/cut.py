@@ -108,6 +108,7 @@ class StageCut:
         self._received: Any = None
         self._boundary: Any = None
         self._running = False
+        self._next = 0  # blocks before this one have had their turn
         self._with_gradients = False
         self._outlines: list[Outline] = []
 
@@ -162,7 +163,8 @@ class StageCut:
         Raises:
             PipelineCutError: the step used a value of another stage, or never reached this stage's blocks.
         """
-        self._received, self._running, self._with_gradients = received, True, torch.is_grad_enabled()
+        self._received, self._running, self._next = received, True, 0
+        self._with_gradients = torch.is_grad_enabled()
         self._outlines = list(outlines)
         if self.plan.changing_shapes and self.start > 0:
             self._outlines.append(Outline.of(received))
@@ -193,6 +195,7 @@ class StageCut:
     def _call_block(self, index: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._running:
             return self._call_outside(index, call, args, kwargs)
+        self._take_turn(index)
         if index < self.start:
             return self._foreign_output(index)
         name = self.plan.blocks[index]
@@ -211,6 +214,18 @@ class StageCut:
         if self.plan.changing_shapes:
             self._outlines.append(Outline.of(out))
         return out
+
+    def _take_turn(self, index: int) -> None:
+        """What arrives from the previous stage is that of one pass through the blocks."""
+        if torch._C._current_graph_task_id() != -1:  # again, in place of kept activations
+            return
+        if index < self._next:
+            raise PipelineCutError(
+                f"the step ran {self.plan.blocks[index]} after {self.plan.blocks[self._next - 1]}, but in a pipeline "
+                "every block runs once per step, in order: generate text, or compare several forward passes, with "
+                "pipeline_parallel_size=1"
+            )
+        self._next = index + 1
 
     def _call_outside(self, index: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A block that runs outside of the step: again, in place of kept activations, or in a hook of the user's."""

@@ -5,10 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.pipeline.cut import StageCut
 from lightning_parallel.pipeline.placeholder import PipelineCutError
 from lightning_parallel.pipeline.trace import CutPlan
+
+
+def last_stage_of(root: nn.Sequential) -> StageCut:
+    """The second of two stages, whose cut is applied."""
+    owners = {name: (int(name[0]),) for name, _ in root.named_parameters()}
+    cut = StageCut(root, CutPlan(("0", "1"), ((0, 1), (1, 2)), owners), 1, torch.device("cpu"))
+    cut.apply()
+    return cut
 
 
 class Remembers(nn.Module):
@@ -26,9 +35,7 @@ class Remembers(nn.Module):
 
 def test_what_a_foreign_block_stores_on_itself_is_missed_clearly() -> None:
     root = nn.Sequential(Remembers(), Remembers())
-    owners = {name: (int(name[0]),) for name, _ in root.named_parameters()}
-    cut = StageCut(root, CutPlan(("0", "1"), ((0, 1), (1, 2)), owners), 1, torch.device("cpu"))
-    cut.apply()
+    cut = last_stage_of(root)
 
     def step() -> torch.Tensor:
         return root(torch.ones(3, 2)).mean() + sum(block.extra for block in root)  # type: ignore[misc]
@@ -36,3 +43,27 @@ def test_what_a_foreign_block_stores_on_itself_is_missed_clearly() -> None:
     with pytest.raises(PipelineCutError, match="no attribute 'extra'.*exists only on the stage that runs it"):
         cut.run(step, torch.ones(3, 2))
     cut.restore()
+
+
+def test_a_second_pass_in_one_step_is_refused_and_one_in_the_next_step_is_not() -> None:
+    """The stage before ran only the first: its value would be taken for that of the second."""
+    root = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    cut, x = last_stage_of(root), torch.ones(3, 2)
+    for _ in range(2):
+        assert cut.run(lambda: root(x).mean(), x).output is not None
+    with pytest.raises(PipelineCutError, match="the step ran 0 after 1, but .* once per step"):
+        cut.run(lambda: root(x).mean() + root(-x).mean(), x)
+    assert cut.run(lambda: root(x).mean(), x).output is not None
+
+
+def test_a_block_that_recomputes_itself_within_the_step_has_not_run_twice() -> None:
+    root = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    cut, x = last_stage_of(root), torch.ones(3, 2)
+
+    def step() -> torch.Tensor:
+        hidden = root[0](x).requires_grad_()
+        loss = checkpoint(root[1], hidden, use_reentrant=False).square().mean()
+        (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
+        return loss + gradient.square().mean()
+
+    assert cut.run(step, torch.ones(3, 2)).output.requires_grad
