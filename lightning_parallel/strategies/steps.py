@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -171,7 +171,7 @@ class StepRunner:
             self._state.step(recorder, 1, self._synced, counts),
             self.random_scope("train", *number),
         ):
-            output = call(batch)
+            output = _as_lightning_reads(call(batch))
         loss = _loss_of(output)
         calls = recorder.micro_batches[0]
         if self.mesh.data is not None and (self.options.sync_logs or self.module.automatic_optimization):
@@ -200,7 +200,7 @@ class StepRunner:
         """Forward and backward of every micro-batch; gradients are in `.grad` afterwards, the loss has no graph."""
         parts = split_batch(batch, self.options.micro_batches)
         weights = loss_weights(parts, self.options.loss_weight, counts, self.mesh.device)
-        walk = _Walk(self, parts, call)
+        walk = _Walk(self, parts, lambda part: _as_lightning_reads(call(part)))
         walk.number = ("train", *number)
         total = torch.stack(weights).sum()
         if self.mesh.data is not None:
@@ -341,6 +341,17 @@ class _Opaque:
     """Keeps options in one piece while a message is flattened."""
 
     value: tuple[dict[str, Any], bool]
+
+
+def _as_lightning_reads(output: Any) -> Any:
+    """What a training step returned, with any mapping as a dict and a loss of one element as a scalar."""
+    if isinstance(output, Mapping):
+        return {**output, "loss": _as_scalar(output["loss"])} if "loss" in output else dict(output)
+    return _as_scalar(output)
+
+
+def _as_scalar(loss: Any) -> Any:
+    return loss.reshape(()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else loss
 
 
 def _loss_of(output: Any) -> torch.Tensor | None:

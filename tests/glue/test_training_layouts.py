@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -19,7 +20,14 @@ from tests.harness import Ranks
 # ------------------------------------------------------------------------------------------------ batches
 def odd_batches(site: Site) -> Any:
     """A last batch of 3 of 8 samples, and one of a single sample of 6, which leaves nothing for a second replica."""
-    return [fit(site, GPT(), Tokens(35)), fit(site, GPT(), Tokens(31), 6, max_epochs=1)]
+    return [fit(site, GPT(), Tokens(35)), fit(site, Mapped(), Tokens(31), 6, max_epochs=1)]
+
+
+class Mapped(GPT):
+    """Returns a mapping that is no dict, and a loss that is no scalar; Lightning takes both."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return UserDict(loss=super().training_step(batch, batch_idx)[None])
 
 
 @pytest.mark.parametrize("layout", EVERY)
