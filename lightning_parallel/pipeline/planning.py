@@ -7,7 +7,6 @@ runs for real, on a copy that shares the parameters.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_parallel.copies import copy_with_shared
 from lightning_parallel.fakes import fake_like, quiet_fakes
 from lightning_parallel.pipeline.batch import map_tensors
 from lightning_parallel.pipeline.partition import partition_blocks
@@ -100,7 +100,7 @@ def _copy(module: nn.Module, parameter: Convert, buffer: Convert, shared: Mappin
         memo[id(original)] = converted
     for original_buffer in module.buffers():
         memo[id(original_buffer)] = buffer(original_buffer)
-    return copy.deepcopy(module, memo)
+    return copy_with_shared(module, memo, buffer)
 
 
 def _alone_in_storage(module: nn.Module) -> set[int]:
