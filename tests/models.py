@@ -444,6 +444,25 @@ class TwiceGPT(ListGPT):
         return super().run(super().run(x, ids), ids)
 
 
+class PenalizedGPT(ListGPT):
+    """Differentiates by what goes into the first block."""
+
+    def run(self, x: Tensor, ids: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        y = super().run(x, ids)
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y + gradient.square().mean()
+
+
+class ForceGPT(ListGPT):
+    """Differentiates by what the last block returns, which the last stage can do alone."""
+
+    def run(self, x: Tensor, ids: Tensor) -> Tensor:
+        y = super().run(x, ids)
+        (gradient,) = torch.autograd.grad(y.sin().sum(), y, create_graph=True)
+        return y + gradient
+
+
 class ReversedGPT(ListGPT):
     """Runs the blocks from the last to the first."""
 
@@ -612,6 +631,7 @@ ACCEPTED: dict[str, Callable[[], Task]] = {
     "sequential": SequentialGPT,
     "list": ListGPT,
     "tied": TiedGPT,
+    "force": ForceGPT,
     "shared blocks": SharedBlocksGPT,
     "bias": BiasedGPT,
     "condition": ConditionedGPT,
@@ -640,6 +660,10 @@ REFUSED: dict[str, tuple[Callable[[], Task], str]] = {
     "selecting": (SelectingGPT, "Python reads the value of a tensor that depends on pos"),
     "collecting": (CollectingGPT, r"the code after the last block uses a value of blocks\.0"),
     "twice": (TwiceGPT, "the 5 blocks must each run once, in order, but the step ran: blocks.0, .*blocks.4, blocks.0"),
+    "penalized": (
+        PenalizedGPT,
+        r"the step itself differentiates a value of blocks\.4 with respect to one from before the",
+    ),
     "reversed": (ReversedGPT, r"must each run once, in order, but the step ran: blocks\.4, blocks\.3"),
     "uncalled": (UncalledGPT, "but the step ran: none of them"),
     "disconnected": (DisconnectedGPT, r"blocks\.2 does not receive the output of blocks\.1"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from lightning_parallel.pipeline.boundary import strangers_in
+from lightning_parallel.pipeline.inner_gradients import InnerGradients
 from lightning_parallel.pipeline.operators import FACTORIES, OneHotByShape, data_read_by, operator_name, written_by
 from lightning_parallel.pipeline.outline import Outline
 from lightning_parallel.pipeline.trace import WRITE, BlockUse, StepTrace
@@ -182,6 +183,13 @@ class _Observer:
         taint.touched = NOTHING
         return out
 
+    def note_derivative(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] | None) -> None:
+        """The step differentiates, which takes the graph of all blocks between both; inside of a block it is there."""
+        to = [block for tensor in outputs for block in _split(self.taint.get(tensor))[1]]
+        if self.taint.inside is None and to:
+            start = min((max(_split(self.taint.get(t))[1], default=-1) for t in inputs or ()), default=-1)
+            self.trace.derivatives.append((start, max(to), self.taint.where))
+
     def finish(self) -> StepTrace:
         self.trace.after, self.trace.after_values, self.trace.after_writes = _split(self.taint.touched)
         self.trace.reads, self.trace.writes = self.taint.reads, self.taint.writes
@@ -207,7 +215,7 @@ def trace_step(
     observer = _Observer(taint, names)
     with torch.no_grad():
         try:
-            with _hooks(root, names, observer), taint, OneHotByShape():
+            with _hooks(root, names, observer), taint, OneHotByShape(), InnerGradients(observer.note_derivative):
                 run()
         finally:
             taint.restore()

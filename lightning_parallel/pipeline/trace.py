@@ -46,6 +46,8 @@ class StepTrace:
         reads: (where, operator, of what) for every place where Python read the value of a tensor.
         writes: (where, of what, into which buffer, or "") for every place outside of the blocks where a value of a
             parameter or block was written into a tensor that was there before.
+        derivatives: (block, or -1, of what it differentiates by; block of what it differentiates; where) for every
+            place outside of the blocks where the step takes a derivative of a block's value itself.
         changing: whether blocks return values of different shapes.
         problems: reasons to refuse that hold for any cut.
     """
@@ -58,6 +60,7 @@ class StepTrace:
     after_writes: set[int] = field(default_factory=set)
     reads: list[tuple[str, str, str]] = field(default_factory=list)
     writes: list[tuple[str, str, str]] = field(default_factory=list)
+    derivatives: list[tuple[int, int, str]] = field(default_factory=list)
     changing: bool = False
     problems: list[str] = field(default_factory=list)
 
@@ -113,7 +116,7 @@ def plan_cut(
     """
     plan = CutPlan(names, bounds, {})
     problems = list(trace.problems) + _order_problems(trace, names)
-    problems += _value_problems(trace, plan) + _read_problems(trace, plan)
+    problems += _value_problems(trace, plan) + _read_problems(trace, plan) + _derivative_problems(trace, plan)
     owners = _owners(trace, plan, sizes)
     used = trace.before.union(trace.after, *(use.inside | use.inputs for use in trace.blocks))
     shared = sum(sizes[n] * (len(owners[n]) - 1) for n in used)
@@ -188,6 +191,19 @@ def _read_problems(trace: StepTrace, plan: CutPlan) -> list[str]:
         if buffer and where != last
     ]
     return problems
+
+
+def _derivative_problems(trace: StepTrace, plan: CutPlan) -> list[str]:
+    """The last stage has the graph from the value it received on, and no stage has more."""
+    if len(plan.bounds) == 1:
+        return []
+    return [
+        f"the step itself differentiates a value of {plan.blocks[last]} with respect to "
+        f"{'one from before the blocks' if first < 0 else f'one of {plan.blocks[first]}'} (autograd.grad or backward, "
+        f"{where}), and no stage has all of that graph"
+        for first, last, where in trace.derivatives
+        if first < plan.bounds[-1][0] - 1
+    ]
 
 
 def _owners(trace: StepTrace, plan: CutPlan, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
