@@ -62,17 +62,17 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
     """The repeated blocks: children of a ModuleList or Sequential that are alike and hold the most parameters.
 
     Containers whose names differ only in numbers (``layer1`` .. ``layer4`` of a ResNet, ``stages.*.blocks``) count as
-    one. Shapes may differ between blocks, their class may not. A list of a single block is taken only when nothing is
-    repeated.
+    one. Shapes may differ between blocks, their class may not. A ModuleDict counts if all of it is blocks. A list of a
+    single block is taken only when nothing is repeated.
 
     Raises:
-        ValueError: the model has no such container; the text names the largest children instead.
+        ValueError: the model has no such container; the text names alike modules, or the largest children, instead.
     """
     runs: dict[tuple[str, object], list[_Run]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
             run = _longest_run(name, module)
-            if run is not None:
+            if run is not None and (not isinstance(module, nn.ModuleDict) or _is_all_blocks(module, run)):
                 runs.setdefault((re.sub(r"\d+", "#", run.container), run.kind), []).append(run)
     groups = [tuple(group) for group in runs.values()]
     repeated = [group for group in groups if sum(len(run.names) for run in group) > 1]
@@ -81,13 +81,20 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
     if not choice:
         raise ValueError(
             f"{type(model).__name__} has no ModuleList or Sequential of alike blocks; name the blocks yourself, "
-            f"for example blocks={_candidates(model)}"
+            f"for example blocks={_alike(model) or _candidates(model)}"
         )
     best = max(choice, key=lambda group: sum(run.parameters for run in group))
     return tuple(name for run in best for name in run.names)
 
 
-def _longest_run(container: str, module: nn.ModuleList | nn.Sequential) -> _Run | None:
+def _is_all_blocks(module: nn.ModuleDict, run: _Run) -> bool:
+    """Whether a dict holds blocks, and not the named parts of a model (two embeddings among them)."""
+    return len(run.names) == len(module) > 1 and all(
+        next(child.children(), None) is not None for child in module.values()
+    )
+
+
+def _longest_run(container: str, module: nn.ModuleList | nn.Sequential | nn.ModuleDict) -> _Run | None:
     """The neighbouring alike children that hold the most parameters; None when no child has parameters."""
     best: _Run | None = None
     names: list[str] = []
@@ -112,6 +119,23 @@ def _kind(module: nn.Module) -> object:
     if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         return (type(module), tuple(_kind(child) for child in module.children()))
     return type(module)
+
+
+def _alike(model: nn.Module) -> str:
+    """The pattern of modules in a row that hold the most parameters, quoted; "" if there are none.
+
+    Such are a `layer1` .. `layer4` that are attributes of their model, and all parts of a Sequential.
+    """
+    sizes: dict[tuple[str, type], list[int]] = {}
+    for name, module in model.named_modules():
+        if re.search(r"\d", name.rpartition(".")[2]) and next(module.children(), None) is not None:
+            size = sum(p.numel() for p in module.parameters())
+            sizes.setdefault((re.sub(r"\d+", "*", name), type(module)), []).append(size)
+        if name and isinstance(module, nn.Sequential):
+            parts = [sum(p.numel() for p in child.parameters()) for child in module]
+            sizes.setdefault((f"{name}.*", nn.Sequential), []).extend(parts)
+    repeated = {pattern: sum(found) for (pattern, _), found in sizes.items() if len(found) > 1}
+    return repr(max(repeated, key=lambda pattern: repeated[pattern])) if repeated else ""
 
 
 def _candidates(model: nn.Module) -> str:

@@ -94,8 +94,28 @@ def test_single_block_in_a_list() -> None:
 def test_nothing_repeated_names_candidates() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Conv1d(4, 4, 1))
     model.add_module("tail", nn.Sequential(nn.Linear(4, 300), nn.ReLU(), nn.Bilinear(4, 4, 4)))
-    with pytest.raises(ValueError, match=r"no ModuleList or Sequential of alike blocks.*blocks=\['tail'"):
+    with pytest.raises(ValueError, match=r"no ModuleList or Sequential of alike blocks.*blocks='tail\.\*'"):
         find_blocks(model)
+
+
+class Attributes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem0, self.stem1 = nn.Embedding(9000, 8), nn.Embedding(9000, 8)
+        self.layer0, self.layer1 = Basic(4, 4), Basic(4, 4)
+
+
+def test_alike_attributes_are_named_by_a_pattern_that_works() -> None:
+    with pytest.raises(ValueError, match=r"for example blocks='layer\*'"):
+        find_blocks(Attributes())
+    assert resolve_blocks(Attributes(), "layer*") == ("layer0", "layer1")
+
+
+def test_a_dict_is_a_list_of_blocks_only_if_it_holds_nothing_else() -> None:
+    model = Holder(nn.ModuleDict({"0": Block(), "1": Block(), "2": Block()}))
+    assert find_blocks(model) == ("model.0", "model.1", "model.2")
+    parts = {"wte": nn.Embedding(9000, 8), "wpe": nn.Embedding(9000, 8), "h": nn.ModuleList([Block(), Block()])}
+    assert find_blocks(nn.ModuleDict(parts)) == ("h.0", "h.1")
 
 
 def test_pattern_with_and_without_prefix() -> None:
