@@ -146,6 +146,10 @@ def parameter_spec(name: str, parameter: nn.Parameter, style: str, ranks: int) -
     )
 
 
+def _is_computed(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Linear, nn.Embedding)) and module._parameters.get("weight") is None
+
+
 def check_type(name: str, module: nn.Module, style: str) -> None:
     """Check that a style fits the class of a module.
 
@@ -153,6 +157,12 @@ def check_type(name: str, module: nn.Module, style: str) -> None:
         ValueError: it does not; the text names both.
     """
     kind = type(module).__name__
+    if style not in {"replicate", "grad_sum"} and _is_computed(module):
+        raise ValueError(
+            f"the weight of {name} is computed from other parameters (a parametrization such as weight_norm), which "
+            f"have no split; leave {name} out of the plan, with the layer that it is paired with, or remove the "
+            "parametrization"
+        )
     if style in {"colwise", "rowwise", "colwise_gather", "rowwise_split", "colwise_qkv", "colwise_gate_up"}:
         fits, wanted = isinstance(module, nn.Linear) or is_conv1d(module), "a Linear"
     elif style == "vocab":

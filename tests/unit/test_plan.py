@@ -109,6 +109,14 @@ def test_a_weight_that_is_computed_stays_whole() -> None:
     assert rules(plan)["blocks.1.mlp.2"] == "rowwise"
 
 
+def test_a_weight_that_is_computed_cannot_be_named() -> None:
+    model = nn.ModuleDict({"fc1": nn.utils.parametrizations.weight_norm(nn.Linear(8, 16)), "fc2": nn.Linear(16, 8)})
+    with pytest.raises(
+        ValueError, match="the weight of fc1 is computed from other parameters .* leave fc1 out of the plan"
+    ):
+        resolve_plan(model, {"fc1": "colwise", "fc2": "rowwise"}, 2)
+
+
 def test_key_value_heads_are_repeated_when_there_are_fewer_than_ranks() -> None:
     model = build("grouped2")
     plan = resolve_plan(model, "auto", 4)
