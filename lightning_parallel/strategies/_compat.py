@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import signal
 from collections import deque
@@ -28,14 +27,17 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
+from lightning_parallel.copies import copy_with_shared
 from lightning_parallel.strategies.checkpoint_file import WholeFileIO
 
 __all__ = [
     "callbacks_of",
     "copy_module",
+    "draws_graph",
     "example_training_batch",
     "forget_training_data",
     "hand_over",
+    "is_compiled",
     "is_resuming",
     "logged_to",
     "module_copies",
@@ -326,9 +328,19 @@ def step_arguments(method: Callable[..., Any], batch: Any) -> tuple[Any, ...]:
 
 
 # ------------------------------------------------------------------------------------------------ hooks and callbacks
+def draws_graph(trainer: Trainer) -> bool:
+    """Whether a logger runs the module on its example input, which it does on the first rank only."""
+    return any(getattr(logger, "_log_graph", False) for logger in trainer.loggers)
+
+
 def callbacks_of(trainer: Trainer) -> list[Callback]:
     """The trainer's callbacks, which it sets without declaring them."""
     return list(trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def is_compiled(module: LightningModule) -> bool:
+    """Whether `torch.compile` was called on the whole LightningModule, whose steps are those of one object since."""
+    return module._compiler_ctx is not None
 
 
 def sees_old_gradients(trainer: Trainer) -> bool:
@@ -353,4 +365,4 @@ def module_copies(trainer: Trainer) -> list[tuple[Any, str, torch.nn.Module]]:
 
 def copy_module(module: torch.nn.Module, shared: dict[int, Any]) -> torch.nn.Module:
     """A deep copy that refers to some objects (process groups) instead of copying them."""
-    return copy.deepcopy(module, shared)
+    return copy_with_shared(module, shared)

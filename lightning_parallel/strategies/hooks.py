@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, update_wrapper
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_parallel.strategies import _compat
 from lightning_parallel.strategies.whole_view import WholeView
@@ -41,8 +42,12 @@ def show_in_hooks(trainer: Trainer, view: WholeView) -> Callable[[], None]:
         if id(owner) in holders or id(getattr(owner, "_average_model", None)) in holders:
             continue  # averages the parts
         for name in hooks_of(owner):
-            if _sees_whole(owner, name, getattr(owner, name)):
-                undo.append(wrap_hook(owner, name, partial(view.shown, name)))
+            if not _sees_whole(owner, name, getattr(owner, name)):
+                continue
+            around: Callable[[], AbstractContextManager[None]] = partial(view.shown, name)
+            if isinstance(owner, ModelSummary) and not view.runs_modules:
+                around = partial(_without_example, trainer.lightning_module, around)
+            undo.append(wrap_hook(owner, name, around))
 
     def undo_all() -> None:
         for step in reversed(undo):
@@ -90,6 +95,23 @@ def agree_on_epoch_end(module: LightningModule, vote: Callable[[bool], bool]) ->
         return -1 if vote(bool(given == -1)) else given
 
     return wrap_hook(module, "on_train_batch_start", answer=answer)
+
+
+@contextmanager
+def _without_example(module: LightningModule, shown: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Keeps a summary from running the model, which computes only in steps, on its example input."""
+    example = module.example_input_array
+    if example is None:
+        with shown():
+            yield
+        return
+    rank_zero_info("The model summary has no sizes of inputs and outputs: a model that ranks share runs only in steps.")
+    module.example_input_array = None
+    try:
+        with shown():
+            yield
+    finally:
+        module.example_input_array = example
 
 
 def _sees_whole(owner: Any, name: str, hook: Any) -> bool:

@@ -17,11 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_parallel.layout import ParallelLayout
+from lightning_parallel.strategies import _compat
 from lightning_parallel.strategies.surroundings import SECOND_PACKAGE
 
 __all__ = [
     "refuse_callbacks",
     "refuse_data",
+    "refuse_loggers",
     "refuse_module",
     "refuse_objects",
     "refuse_options",
@@ -89,6 +91,18 @@ def refuse_module(
         raise ValueError(
             f"{name} has a lazy layer with {lazy} of unknown shape; run it once on a batch before the trainer"
         )
+    if layout.pipeline > 1 and _compat.is_compiled(module):
+        raise ValueError(
+            f"torch.compile({name}) made one graph of the steps, which a pipeline of {layout.pipeline} stages divides; "
+            "compile the blocks instead (block.compile()), or use pipeline_parallel_size=1"
+        )
+    hooked = next((key for key, p in module.named_parameters() if p._post_accumulate_grad_hooks), None)
+    if hooked is not None and micro_batches > 1:
+        raise ValueError(
+            f"{hooked} has a hook of register_post_accumulate_grad_hook, which would run once for each of "
+            f"{micro_batches} micro-batches, on sums that are not complete; change gradients in "
+            "on_before_optimizer_step, or use micro_batches=1"
+        )
     if layout.pipeline > 1 and not module.automatic_optimization:
         raise ValueError(
             f"{name} uses manual optimization, which works with pipeline_parallel_size=1 only "
@@ -123,6 +137,20 @@ def refuse_callbacks(trainer: Trainer, ranks: int) -> None:
             f"ModelPruning replaces parameters of the module while it trains, but {ranks} ranks share them; prune "
             "after training, or train with replicas only (tensor_parallel_size=1, pipeline_parallel_size=1, zero_stage "
             "below 3)"
+        )
+
+
+def refuse_loggers(trainer: Trainer, ranks: int) -> None:
+    """Raises ValueError for a logger that would run the model on the first rank alone.
+
+    Args:
+        trainer: the trainer.
+        ranks: ranks that share one copy of the parameters.
+    """
+    if ranks > 1 and trainer.lightning_module.example_input_array is not None and _compat.draws_graph(trainer):
+        raise ValueError(
+            f"a logger with log_graph=True runs the model on the first rank alone, but {ranks} ranks share it; use "
+            "log_graph=False, or draw the graph of a plain module before training"
         )
 
 

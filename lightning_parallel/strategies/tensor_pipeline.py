@@ -33,7 +33,12 @@ from lightning_parallel.strategies.config import (
 from lightning_parallel.strategies.optimizers import refuse_foreign_parameters, refuse_optimizers
 from lightning_parallel.strategies.partition import Partition, make_partition, synchronize_start
 from lightning_parallel.strategies.precision import derive_precision
-from lightning_parallel.strategies.refusals import refuse_callbacks, refuse_module, refuse_shared_memory
+from lightning_parallel.strategies.refusals import (
+    refuse_callbacks,
+    refuse_loggers,
+    refuse_module,
+    refuse_shared_memory,
+)
 from lightning_parallel.strategies.report import report_layout
 from lightning_parallel.strategies.sharding import ReplicaSharding
 from lightning_parallel.strategies.span import ModelSpan
@@ -142,6 +147,7 @@ class TensorPipelineStrategy(SteppingStrategy):
             refuse_shared_memory(module)
         sharing = self.layout.data if self.zero_config.shards_parameters(self.layout.data) else 1
         refuse_callbacks(trainer, self.layout.tensor * self.layout.pipeline * sharing)
+        refuse_loggers(trainer, self.layout.tensor * self.layout.pipeline * sharing)
         self.precision_plugin.convert_module(module)
         self._apply_sync_batchnorm(module)
         synchronize_start(module, self.mesh, leaves_meta=self.zero_config.shards_parameters(self.layout.data))

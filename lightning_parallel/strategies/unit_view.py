@@ -85,6 +85,8 @@ class UnitView(WholeView):
         optimizers: whose groups are shown, too.
     """
 
+    runs_modules = True
+
     def __init__(self, partition: Partition, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         assert partition.units is not None, "only a module with units has parameters in shares"
         self.units: UnitSharder = partition.units

@@ -150,6 +150,8 @@ class WholeView:
         optimizers: whose groups are shown, too.
     """
 
+    runs_modules = False  # whether modules that are shown whole can compute
+
     def __init__(
         self, partition: Partition, completer: GradientCompleter, optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:

@@ -22,6 +22,7 @@ import torch
 import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -70,11 +71,13 @@ NAMES: dict[str, str] = {
     "trainer.strategy._launcher": "_compat.py",
     "trainer.strategy._lightning_module": "_compat.py",
     "module._device": "_compat.py",
+    "module._compiler_ctx": "_compat.py",
     "module._on_before_batch_transfer": "_compat_loops.py",
     "item._defaults": "_compat.py",
     "item.cumulated_batch_size": "_compat.py",
     "wrapper._checkpoint_io": "_compat.py",
     "wrapper._base_checkpoint_io_configured": "_compat.py",
+    "logger._log_graph": "_compat.py",
     "ddp._timeout": "base.py",
     "ddp._layer_sync": "base.py",
     "ddp._start_method": "base.py",
@@ -165,6 +168,7 @@ def roots(trainer: Trainer) -> Any:
         module=trainer.lightning_module,
         item=next(iter(results.values())),
         wrapper=AsyncCheckpointIO(TorchCheckpointIO()),
+        logger=TensorBoardLogger("."),
         ddp=DDPStrategy(),
         metric=MeanMetric(),
         collection=group,

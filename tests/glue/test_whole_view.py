@@ -196,8 +196,20 @@ def test_buffers_of_other_stages_are_seen(ranks: Ranks) -> None:
 def summary(site: Site) -> Any:
     """Lightning's own table counts the whole model."""
     counting = Counting()
-    fit(site, Classifier(), callbacks=[counting], enable_model_summary=True)
-    return counting.counted
+    module = Exemplary()
+    fit(site, module, callbacks=[counting], enable_model_summary=True)
+    return counting.counted, module.example_input_array
+
+
+class Exemplary(Classifier):
+    """Has an input to try it on, which no rank can do alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.ones(2, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
 
 
 class Counting(ModelSummary):
