@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_parallel.pipeline.trace import MAX_SHARED_FRACTION, SIDE_CHANNEL, WRITE, BlockUse, StepTrace, plan_cut
@@ -75,6 +75,7 @@ def test_what_the_step_did_not_use_may_be_used_by_another_one() -> None:
     assert plan.owners["layers.3.w"] == (1,)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.data())
 def test_every_parameter_has_the_stages_that_use_it(lengths: list[int], data: st.DataObject) -> None:
     edges = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
