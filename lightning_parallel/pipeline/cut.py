@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.pipeline.outline import Outline
+from lightning_parallel.pipeline.padding import keep_padded
 from lightning_parallel.pipeline.placeholder import (
     PipelineCutError,
     Placeholder,
@@ -104,6 +105,7 @@ class StageCut:
         self.foreign: dict[str, nn.Parameter] = {}  # name in the plain model -> the original parameter
         self.stand_ins: dict[int, nn.Parameter] = {}  # id of the original parameter -> its placeholder
         self._swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._undo_padding: Callable[[], None] | None = None
         self.ledger = WriteLedger()
         self._received: Any = None
         self._boundary: Any = None
@@ -122,6 +124,7 @@ class StageCut:
                     continue
                 module._parameters[leaf] = self._stand_in(names[id(parameter)], parameter)
                 self._swapped.append((module, leaf, parameter))
+        self._undo_padding = keep_padded(self.root, self.plan.blocks)
         for index, name in enumerate(self.plan.blocks):
             block = self.root.get_submodule(name)
             block.__class__ = _pipeline_class(type(block))  # type: ignore[arg-type]
@@ -147,6 +150,8 @@ class StageCut:
         for module, leaf, original in self._swapped:
             original.requires_grad_(module._parameters[leaf].requires_grad)  # type: ignore[union-attr]
             module._parameters[leaf] = original
+        if self._undo_padding is not None:
+            self._undo_padding()
         self._swapped.clear()
         self.foreign.clear()
         self.stand_ins.clear()

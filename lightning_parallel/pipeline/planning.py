@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_parallel.copies import copy_with_shared
 from lightning_parallel.fakes import fake_like, quiet_fakes
 from lightning_parallel.pipeline.batch import map_tensors
+from lightning_parallel.pipeline.padding import keep_padded
 from lightning_parallel.pipeline.partition import partition_blocks
 from lightning_parallel.pipeline.taint import trace_step
 from lightning_parallel.pipeline.trace import CutPlan, StepTrace, plan_cut
@@ -74,6 +75,7 @@ def _observe_fake(
             return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=device)
 
     clone = _copy(module, fake, fake, shared)
+    keep_padded(clone, blocks)
     fake_batch = map_tensors(batch, mode.from_tensor)
     with mode:
         return trace_step(clone, blocks, _parameters(clone), lambda: step(clone, fake_batch))
@@ -84,6 +86,7 @@ def _observe_real(
 ) -> StepTrace:
     """On the device where the parameters are, because a device may be too small for the whole model."""
     clone = _copy(module, torch.Tensor.detach, lambda t: t.detach().clone(), shared)
+    keep_padded(clone, blocks)
     device = next((p.device for p in module.parameters()), None)
     real_batch = map_tensors(batch, lambda t: t.to(t.device if device is None else device, copy=True))
     return trace_step(clone, blocks, _parameters(clone), lambda: step(clone, real_batch))

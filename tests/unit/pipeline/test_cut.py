@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.pipeline.cut import StageCut
 from lightning_parallel.pipeline.placeholder import PipelineCutError
+from lightning_parallel.pipeline.planning import observe_step, plan_pipeline
 from lightning_parallel.pipeline.trace import CutPlan
 
 
@@ -67,3 +68,34 @@ def test_a_block_that_recomputes_itself_within_the_step_has_not_run_twice() -> N
         return loss + gradient.square().mean()
 
     assert cut.run(step, torch.ones(3, 2)).output.requires_grad
+
+
+class Padded(nn.Module):
+    """Torch's encoder, which in evaluation leaves padding out of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(5, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.encoder(self.tok(tokens), src_key_padding_mask=tokens == 0)[tokens != 0]
+
+
+def test_padded_sequences_stay_padded_between_stages() -> None:
+    root, tokens = Padded().eval(), torch.tensor([[1, 2, 3], [4, 1, 0]])
+    blocks = ("encoder.layers.0", "encoder.layers.1")
+    with torch.inference_mode():
+        expected = root(tokens)
+        trace = observe_step(root, blocks, lambda model, batch: model(batch), tokens, {})
+        plan = plan_pipeline(root, blocks, trace, 2)
+        received = None
+        for stage in range(2):
+            cut = StageCut(root, plan, stage, torch.device("cpu"))
+            cut.apply()
+            result = cut.run(lambda: root(tokens), received)
+            cut.restore()
+            received = result.boundary
+        assert root.encoder.use_nested_tensor
+    torch.testing.assert_close(result.output, expected)
