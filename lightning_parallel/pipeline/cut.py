@@ -189,9 +189,11 @@ class StageCut:
         finally:
             self._received, self._running = None, False
         if not self.is_last:
+            early = "returned None" if output is None else "returned"
             raise PipelineCutError(
-                f"the step returned on stage {self.stage} without running {self.plan.blocks[self.stop - 1]}; every "
-                f"batch must pass through all {len(self.plan.blocks)} blocks"
+                f"the step {early} on stage {self.stage} without running {self.plan.blocks[self.stop - 1]}; every "
+                f"batch must pass through all {len(self.plan.blocks)} blocks: leave samples out in the data or by "
+                "their labels, or use pipeline_parallel_size=1"
             )
         if strangers:
             raise PipelineCutError(f"the step returned a value of another stage: {strangers[0]!r}")

@@ -13,10 +13,10 @@ from lightning_parallel.pipeline.planning import observe_step, plan_pipeline
 from lightning_parallel.pipeline.trace import CutPlan
 
 
-def last_stage_of(root: nn.Sequential) -> StageCut:
-    """The second of two stages, whose cut is applied."""
+def stage_of(root: nn.Sequential, stage: int) -> StageCut:
+    """One of two stages, whose cut is applied."""
     owners = {name: (int(name[0]),) for name, _ in root.named_parameters()}
-    cut = StageCut(root, CutPlan(("0", "1"), ((0, 1), (1, 2)), owners), 1, torch.device("cpu"))
+    cut = StageCut(root, CutPlan(("0", "1"), ((0, 1), (1, 2)), owners), stage, torch.device("cpu"))
     cut.apply()
     return cut
 
@@ -36,7 +36,7 @@ class Remembers(nn.Module):
 
 def test_what_a_foreign_block_stores_on_itself_is_missed_clearly() -> None:
     root = nn.Sequential(Remembers(), Remembers())
-    cut = last_stage_of(root)
+    cut = stage_of(root, 1)
 
     def step() -> torch.Tensor:
         return root(torch.ones(3, 2)).mean() + sum(block.extra for block in root)  # type: ignore[misc]
@@ -46,10 +46,16 @@ def test_what_a_foreign_block_stores_on_itself_is_missed_clearly() -> None:
     cut.restore()
 
 
+def test_a_batch_that_is_skipped_is_named() -> None:
+    root = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(PipelineCutError, match="the step returned None on stage 0 without running 0; every batch must"):
+        stage_of(root, 0).run(lambda: None)
+
+
 def test_a_second_pass_in_one_step_is_refused_and_one_in_the_next_step_is_not() -> None:
     """The stage before ran only the first: its value would be taken for that of the second."""
     root = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    cut, x = last_stage_of(root), torch.ones(3, 2)
+    cut, x = stage_of(root, 1), torch.ones(3, 2)
     for _ in range(2):
         assert cut.run(lambda: root(x).mean(), x).output is not None
     with pytest.raises(PipelineCutError, match="the step ran 0 after 1, but .* once per step"):
@@ -59,7 +65,7 @@ def test_a_second_pass_in_one_step_is_refused_and_one_in_the_next_step_is_not() 
 
 def test_a_block_that_recomputes_itself_within_the_step_has_not_run_twice() -> None:
     root = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    cut, x = last_stage_of(root), torch.ones(3, 2)
+    cut, x = stage_of(root, 1), torch.ones(3, 2)
 
     def step() -> torch.Tensor:
         hidden = root[0](x).requires_grad_()
