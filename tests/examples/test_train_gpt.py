@@ -1,4 +1,4 @@
-"""The example as a reader runs it, and the pieces of it that a short run would not show to be wrong."""
+"""The example as torchrun runs it, and the pieces of it that a short run would not show to be wrong."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 
 from lightning_parallel.tensor_parallel.plan import resolve_plan
 from tests.glue.oracle import QUIET
-from tests.harness import run_python
+from tests.harness import Ranks, run_script
 from tests.harness.process import ROOT
 
 # The examples are scripts beside the package, not part of it.
@@ -39,16 +39,16 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.mark.timeout(260)
-def test_example_trains_and_a_plain_trainer_finds_the_same_loss(tmp_path: Path, text: Path) -> None:
+def test_example_trains_and_a_plain_trainer_finds_the_same_loss(ranks: Ranks, tmp_path: Path, text: Path) -> None:
     command = ["--strategy", "tp_pp", "--devices", "4", "--data", str(text), *TINY]
-    done = run_python([EXAMPLES / "train_gpt.py", *command], cwd=tmp_path, timeout=240)
-    assert done.returncode == 0, done.output
-    parallel, plain, difference = re.findall(r"(?:run|Trainer|difference): +([\d.e+-]+)$", done.output, re.MULTILINE)
+    script = EXAMPLES / "train_gpt.py"
+    output, *_ = ranks(4, run_script, script, command, tmp_path, launch="lightning", timeout=240)
+    parallel, plain, difference = re.findall(r"(?:run|Trainer|difference): +([\d.e+-]+)$", output, re.MULTILINE)
     # Reference: the plain run. Both print eight digits; fp32 means over the same windows.
     assert abs(float(parallel) - float(plain)) < 1e-5
     assert float(difference) < 1e-5
     assert 0 < float(plain) < math.log(256)
-    assert "def " in done.output.partition("A sample of what it writes")[2]
+    assert "def " in output.partition("A sample of what it writes")[2]
     assert (tmp_path / "out").is_dir()
 
 

@@ -1,12 +1,12 @@
-"""One script under every launcher: torchrun on two machines, spawn, LightningCLI. Examples use the Trainer's own."""
+"""One script under every launcher: torchrun on two machines, spawn, LightningCLI. Others use the Trainer's own."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
+import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,19 @@ import pytest
 import torch
 import yaml  # type: ignore[import-untyped]
 from lightning.pytorch import Trainer
+from torch.distributed.run import main as torchrun
 
 from lightning_parallel import TensorPipelineStrategy
 from tests.glue import launched
 from tests.glue.oracle import QUIET, assert_same
-from tests.harness import Ranks, run_python, run_script
+from tests.harness import Ranks, run_script
 from tests.harness.pool import free_port
 from tests.harness.process import ROOT
 
 SCRIPT = ROOT / "tests" / "glue" / "launched.py"
 EXAMPLES = ROOT / "examples"
 GLOBAL_BATCH = 4
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+TORCHRUN = ["--nproc-per-node=2", "--start-method=fork", "--run-path"]
 
 CHOICE = [
     "processes │ 4 = pipeline 2 x data 1 x tensor 2",
@@ -102,7 +103,17 @@ def test_the_automatic_layout_by_name(ranks: Ranks, tmp_path: Path, plain: dict[
     assert not any("colwise_qkv" in printed for printed in others), "once, by rank 0"
 
 
-def test_two_machines_keep_tensor_groups_inside_and_replicas_across(tmp_path: Path, plain: dict[str, Any]) -> None:
+def agent(rank: int, world_size: int, options: list[str], command: list[str]) -> None:
+    """What `torchrun` does on one machine; it forks its processes, which spares them their imports."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGQUIT)}
+    torchrun([*options, f"--node-rank={rank}", *command])  # raises if one of them fails
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_two_machines_keep_tensor_groups_inside_and_replicas_across(
+    ranks: Ranks, tmp_path: Path, plain: dict[str, Any]
+) -> None:
     """Two torchrun agents on one machine stand for two machines; LightningCLI reads the run from a file."""
     recording = {"class_path": "tests.glue.launched.Record", "init_args": {"out": str(tmp_path)}}
     quiet = {"num_sanity_val_steps": 0, "callbacks": [recording], **QUIET}
@@ -110,14 +121,7 @@ def test_two_machines_keep_tensor_groups_inside_and_replicas_across(tmp_path: Pa
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump({"trainer": trainer, "data": {"batch_size": GLOBAL_BATCH // 2}}))
     meeting = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-
-    def agent(node: int) -> Any:
-        command = [*TORCHRUN, *meeting, f"--node-rank={node}", SCRIPT, "fit", "--config", file]
-        return run_python(command, cwd=tmp_path, timeout=110)
-
-    with ThreadPoolExecutor(2) as pool:
-        for done in pool.map(agent, range(2)):
-            assert done.returncode == 0, done.output
+    ranks(2, agent, [*TORCHRUN, *meeting], [str(SCRIPT), "fit", "--config", str(file)], launch="lightning", timeout=110)
     check(tmp_path, plain, (2, 1, 2))
 
 

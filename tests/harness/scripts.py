@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import runpy
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 
 def run_script(rank: int, world_size: int, script: Path, arguments: list[str], folder: Path) -> str:
-    """What the script prints on this rank, run in `folder` as if a launcher had started it.
+    """What the script and its processes print on this rank, run in `folder` as if a launcher had started it.
 
     Raises:
         AssertionError: it exits with another code than 0.
@@ -24,14 +25,35 @@ def run_script(rank: int, world_size: int, script: Path, arguments: list[str], f
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
     try:
-        with _levels_kept(), contextlib.redirect_stdout(io.StringIO()) as printed:
-            runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as ended:
-        if ended.code not in (None, 0):
-            raise AssertionError(f"{script.name} ended with {ended.code}\n{printed.getvalue()}") from ended
+        with _levels_kept(), tempfile.TemporaryFile() as printed:
+            try:
+                with _stdout_in(printed):
+                    runpy.run_path(str(script), run_name="__main__")
+            except SystemExit as ended:
+                if ended.code not in (None, 0):
+                    raise AssertionError(f"{script.name} ended with {ended.code}\n{_text(printed)}") from ended
+            return _text(printed)
     finally:
         sys.argv, sys.path[:] = argv, path
-    return printed.getvalue()
+
+
+@contextlib.contextmanager
+def _stdout_in(file: IO[bytes]) -> Iterator[None]:
+    """Also what the processes print that the script starts."""
+    sys.stdout.flush()
+    before = os.dup(1)
+    os.dup2(file.fileno(), 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(before, 1)
+        os.close(before)
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 @contextlib.contextmanager
