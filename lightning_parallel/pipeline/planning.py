@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -31,7 +32,12 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def observe_step(
-    module: nn.Module, blocks: tuple[str, ...], step: Step, batch: Any, shared: Mapping[int, Any]
+    module: nn.Module,
+    blocks: tuple[str, ...],
+    step: Step,
+    batch: Any,
+    shared: Mapping[int, Any],
+    alone: AbstractContextManager[Any] | None = None,
 ) -> StepTrace:
     """Runs one uncut step on a copy of the model and reports what every block used.
 
@@ -41,14 +47,19 @@ def observe_step(
         step: called as `step(copy, batch)`; it keeps the random streams as they are.
         batch: a micro-batch, on the device where steps will run.
         shared: objects that copies refer to instead of copying, by id.
+        alone: where no other rank does the same now: inside of it collectives wait for none. The step is not run for
+            real then.
 
     Raises:
         RuntimeError: the step fails on fake tensors and the model has no data to run it for real.
+        Exception: what the step raised on fake tensors, if it runs alone.
     """
     try:
         with quiet_fakes():
-            return _observe_fake(module, blocks, step, batch, shared)
+            return _observe_fake(module, blocks, step, batch, shared, alone or nullcontext())
     except Exception as error:
+        if alone is not None:
+            raise
         # Values were needed (labels counted, masks indexed): compute them.
         if any(p.is_meta for p in module.parameters()):
             raise RuntimeError(
@@ -59,7 +70,12 @@ def observe_step(
 
 
 def _observe_fake(
-    module: nn.Module, blocks: tuple[str, ...], step: Step, batch: Any, shared: Mapping[int, Any]
+    module: nn.Module,
+    blocks: tuple[str, ...],
+    step: Step,
+    batch: Any,
+    shared: Mapping[int, Any],
+    communication: AbstractContextManager[Any],
 ) -> StepTrace:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     device = _device_of(batch)
@@ -77,7 +93,7 @@ def _observe_fake(
     clone = _copy(module, fake, fake, shared)
     keep_padded(clone, blocks)
     fake_batch = map_tensors(batch, mode.from_tensor)
-    with mode:
+    with mode, communication:
         return trace_step(clone, blocks, _parameters(clone), lambda: step(clone, fake_batch))
 
 

@@ -20,7 +20,7 @@ from lightning_parallel.tensor_parallel.rules import TensorPlan
 from lightning_parallel.tensor_parallel.shards import all_gather_full, shard_tensor
 from lightning_parallel.tensor_parallel.snapshot import ModuleSnapshot
 
-__all__ = ["agree", "convert_module"]
+__all__ = ["agree", "agree_on_first", "convert_module"]
 
 
 def agree(mesh_group: Any, work: Callable[[], Any], take_back: Callable[[], None] = lambda: None) -> Any:
@@ -50,6 +50,29 @@ def agree(mesh_group: Any, work: Callable[[], Any], take_back: Callable[[], None
         kind = ValueError if text.startswith("ValueError") else RuntimeError
         raise kind(f"set-up failed on rank {rank} of this run: {text}")
     return result
+
+
+def agree_on_first(mesh_group: Any, work: Callable[[bool], Any], mine: bool) -> Any:
+    """What all ranks would find out alike, as the first of them does. Collective.
+
+    Args:
+        mesh_group: the ranks that agree.
+        work: called with whether other ranks do it as well: if not, it must not wait for them. Where it fails, all
+            ranks do it, so that they find another way, or fail, together.
+        mine: whether this rank does it before any has failed; the first one must.
+
+    Raises:
+        ValueError or RuntimeError: as `agree`.
+    """
+    result, failed = None, False
+    if mine:
+        try:
+            result = work(False)
+        except Exception:
+            failed = True
+    if any(comm.gather_objects(failed, mesh_group)):
+        result = agree(mesh_group, lambda: work(True))
+    return comm.broadcast_object(result, 0, mesh_group)
 
 
 def convert_module(

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_parallel import comm
+from lightning_parallel.alone import Alone
 from lightning_parallel.blocks import resolve_blocks
 from lightning_parallel.checkpoint.consolidate import ModelShards
 from lightning_parallel.checkpoint.optimizer_states import split_optimizer_state
@@ -22,9 +23,9 @@ from lightning_parallel.pipeline.trace import CutPlan
 from lightning_parallel.random_streams import random_state, set_random_state
 from lightning_parallel.strategies import _compat
 from lightning_parallel.strategies.config import PipelineConfig, TensorParallelConfig
-from lightning_parallel.strategies.conversion import agree, convert_module
+from lightning_parallel.strategies.conversion import agree, agree_on_first, convert_module
 from lightning_parallel.strategies.left_apart import mark_left_apart
-from lightning_parallel.tensor_parallel.plan import resolve_plan
+from lightning_parallel.tensor_parallel.plan import refuse_parts, resolve_plan
 from lightning_parallel.tensor_parallel.rules import TensorPlan
 from lightning_parallel.tensor_parallel.shards import all_gather_full, shard_tensor
 from lightning_parallel.zero.unit_sharder import UnitSharder
@@ -261,33 +262,56 @@ def make_partition(
     names = {id(p): n for n, p in originals.items()}
     keys = {key: names[id(p)] for key, p in module.named_parameters(remove_duplicate=False)}
 
-    def plan() -> tuple[TensorPlan, CutPlan | None]:
-        stages, ranks = mesh.layout.pipeline, mesh.layout.tensor
-        uses_blocks = stages > 1 or (ranks > 1 and tensor.sequence_parallel)
-        # Names that the user gave are looked up even where nothing is made of blocks: a typo must not wait.
-        blocks = resolve_blocks(module, pipeline.blocks) if uses_blocks or pipeline.blocks != "auto" else ()
-        tensor_plan = resolve_plan(
-            module,
-            tensor.plan,
-            ranks,
-            sequence_parallel=tensor.sequence_parallel and ranks > 1,
-            blocks=blocks if uses_blocks else (),
-        )
-        if stages == 1:
-            return tensor_plan, None
-        trace = observe_step(module, blocks, step, batch(), mesh.groups_by_id())
-        return tensor_plan, plan_pipeline(module, blocks, trace, stages)
-
-    tensor_plan, cut_plan = agree(mesh.world, plan)
-    cut_plan = comm.broadcast_object(cut_plan, 0, mesh.world)
+    tensor_plan, cut_plan = _make_plans(module, mesh, tensor, pipeline, step, batch)
     tags = _with_stages(tensor_plan.tags(module), cut_plan)
-    agree(mesh.world, lambda: check(tags, names))
+
+    def refuse() -> None:
+        refuse_parts(module)
+        check(tags, names)
+
+    agree(mesh.world, refuse)
     add_stage_groups(mesh, tuple(sorted({tag.stages for tag in tags.values() if tag.shared})))
     shards = ModelShards(module, tags, keys, mesh, cut_plan, all_gather_full, shard_tensor)
     undo, cut = convert_module(module, shards, tensor_plan, cut_plan, parameters_stay)
     if cut is not None:
         names |= {id(stand_in): names[original] for original, stand_in in cut.stand_ins.items()}
     return Partition(module, mesh, tags, shards, tensor_plan, cut_plan, cut, undo, names, originals)
+
+
+def _make_plans(
+    module: LightningModule,
+    mesh: Mesh,
+    tensor: TensorParallelConfig,
+    pipeline: PipelineConfig,
+    step: Callable[[nn.Module, Any], Any],
+    batch: Callable[[], Any],
+) -> tuple[TensorPlan, CutPlan | None]:
+    """What becomes of the layers and of the blocks; see `make_partition`. Collective over the world."""
+    stages, ranks = mesh.layout.pipeline, mesh.layout.tensor
+
+    def plan() -> tuple[tuple[str, ...], TensorPlan]:
+        uses_blocks = stages > 1 or (ranks > 1 and tensor.sequence_parallel)
+        # Names that the user gave are looked up even where nothing is made of blocks: a typo must not wait.
+        blocks = resolve_blocks(module, pipeline.blocks) if uses_blocks or pipeline.blocks != "auto" else ()
+        return blocks, resolve_plan(
+            module,
+            tensor.plan,
+            ranks,
+            sequence_parallel=tensor.sequence_parallel and ranks > 1,
+            blocks=blocks if uses_blocks else (),
+        )
+
+    # Ranks of a replica have one model and one batch, and would all find out the same.
+    blocks, tensor_plan = agree_on_first(mesh.world, lambda together: plan(), mesh.rank == 0)
+    if stages == 1:
+        return tensor_plan, None
+    example = agree(mesh.world, batch)
+
+    def cut_by_step(together: bool) -> CutPlan:
+        trace = observe_step(module, blocks, step, example, mesh.groups_by_id(), alone=None if together else Alone())
+        return plan_pipeline(module, blocks, trace, stages)
+
+    return tensor_plan, agree_on_first(mesh.world, cut_by_step, mesh.stage == mesh.tensor_rank == 0)
 
 
 def _with_stages(tags: Mapping[str, ParameterTag], plan: CutPlan | None) -> dict[str, ParameterTag]:

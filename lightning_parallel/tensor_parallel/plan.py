@@ -25,7 +25,7 @@ from lightning_parallel.tensor_parallel.styles import (
     parameter_spec,
 )
 
-__all__ = ["HeadPatch", "ModuleRule", "Region", "TensorPlan", "resolve_plan"]
+__all__ = ["HeadPatch", "ModuleRule", "Region", "TensorPlan", "refuse_parts", "resolve_plan"]
 
 
 def resolve_plan(
@@ -55,7 +55,7 @@ def resolve_plan(
     """
     if tensor_parallel_size < 1:
         raise ValueError(f"tensor_parallel_size must be at least 1, got {tensor_parallel_size}")
-    _refuse_parts(model)
+    refuse_parts(model)
     if tensor_parallel_size == 1:
         return TensorPlan(1)
     if isinstance(plan, str):
@@ -83,8 +83,12 @@ def resolve_plan(
     return result
 
 
-def _refuse_parts(model: nn.Module) -> None:
-    """Weights that are parts already would pass for whole ones: in start weights, norms and checkpoints."""
+def refuse_parts(model: nn.Module) -> None:
+    """Weights that are parts already would pass for whole ones: in start weights, norms and checkpoints.
+
+    Raises:
+        ValueError: a layer of the model was split before.
+    """
     for name, module in model.named_modules():
         state = module.__dict__.get(STATE)
         if state is not None and state.spec.ranks > 1:

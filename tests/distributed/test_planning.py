@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_parallel.alone import Alone
 from lightning_parallel.blocks import resolve_blocks
 from lightning_parallel.pipeline.planning import observe_step, plan_pipeline
 from lightning_parallel.pipeline.trace import CutPlan, StepTrace
 from tests import models, transformers_models
+from tests.harness import Ranks
 from tests.models import VOCABULARY, Batch, ListGPT, Task, TiedGPT, make_batch
 
 BLOCK = [f"{layer}.{leaf}" for layer in ("ln1", "ln2", "qkv", "proj", "mlp.0", "mlp.2") for leaf in ("weight", "bias")]
@@ -260,3 +263,27 @@ def test_the_model_is_planned_where_the_batch_is() -> None:
     assert observe(task, step, batch).calls == [0, 1, 2, 3, 4]
     assert devices == [{"meta"}]
     assert {t.device.type for t in [*task.parameters(), *task.buffers()]} == {"cpu"}
+
+
+# ------------------------------------------------------------------------------------------------ one rank for all
+def communicating(clone: nn.Module, batch: Batch) -> Any:
+    dist.barrier()
+    dist.broadcast_object_list([batch["ids"].shape], 0)
+    dist.all_reduce(torch.ones(2))
+    return clone.step(batch)  # type: ignore[operator]
+
+
+def plan_for_both(rank: int, world_size: int) -> None:
+    """The other rank is in no collective, and comes to none."""
+    if rank > 0:
+        return
+    task = models.build("sequential")
+    blocks = resolve_blocks(task, task.pattern)
+    trace = observe_step(task, blocks, communicating, make_batch(0), {}, alone=Alone())
+    assert plan_pipeline(task, blocks, trace, 2) == plan(task, 2)
+    with pytest.raises(Exception, match="_local_scalar_dense"):
+        observe_step(task, blocks, reading, make_batch(0), {}, alone=Alone())
+
+
+def test_who_plans_for_all_waits_for_none(ranks: Ranks) -> None:
+    ranks(2, plan_for_both, timeout=15)
