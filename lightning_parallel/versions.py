@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 __all__ = ["OLDEST", "TESTED", "installed_versions", "untested_note"]
@@ -16,13 +17,16 @@ TESTED = (("torch", "2.13.0"), ("lightning", "2.6.6"), ("torchmetrics", "1.9.0")
 
 def installed_versions() -> dict[str, str]:
     """Installed versions of the packages of the tested matrix."""
-    found = {}
-    for package, _ in TESTED:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    found = {package: _installed_version(package) for package, _ in TESTED}
+    return {package: number for package, number in found.items() if number is not None}
+
+
+@cache  # read from files, of which a process sees one state
+def _installed_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def untested_note(installed: Mapping[str, str]) -> str | None:

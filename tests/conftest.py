@@ -12,10 +12,15 @@ from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
 import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 # torch and Lightning are imported where they are used: the process that only hands out tests has no need of them.
 if TYPE_CHECKING:
     from tests.harness import Ranks
+
+# What is drawn is small (stages, micro-batches, sizes): a fault shows within a few examples, and each run draws others.
+settings.register_profile("suite", max_examples=40, deadline=None)
+settings.load_profile("suite")
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import lightning.pytorch
 import torch
 
+import tests.glue.training
 import tests.harness.worker
 
 __all__ = ["lightning", "tests", "torch"]

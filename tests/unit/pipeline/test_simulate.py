@@ -70,7 +70,7 @@ def test_peak_live_micro_batches() -> None:
     assert simulate(build_schedule("1f1b", 3, 4)).peak_live == (3, 2, 1)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(st.sampled_from(SCHEDULE_NAMES), st.integers(1, 6), st.integers(1, 9), st.integers(0, 3), st.data())
 def test_unequal_stages_take_the_longest_path(
     name: str, stages: int, micro_batches: int, latency: int, data: st.DataObject
