@@ -22,7 +22,7 @@ from tests.harness.process import end, worker_environment
 from tests.harness.protocol import Call, Finish, Idle, Launch, Raised, Returned, address_of, receive, send
 
 MAX_WORKERS = 8
-START_LIMIT = 120.0
+START_LIMIT = 60.0
 GRACE = 3.0
 """Seconds that the other ranks get to report after the first one has failed."""
 RECOVERY = 6.0
