@@ -188,8 +188,13 @@ class ZeroConfig:
 
         Args:
             default_path: for the files without a `nvme_path`.
+
+        Raises:
+            ValueError: files would have to be on another machine.
         """
-        path = (self.nvme_path or default_path) if self.offload == "nvme" else None
+        path = str(self.nvme_path or default_path) if self.offload == "nvme" else None
+        if path is not None and "://" in path:
+            raise ValueError(f"offload='nvme' needs a folder on a local disk, not {path!r}; give one as nvme_path")
         return None if self.offload is None else Offload(self.offload, path, self.offload_parameters)
 
     @classmethod

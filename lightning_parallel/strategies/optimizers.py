@@ -11,7 +11,7 @@ from lightning_parallel.parameters import ParameterTag
 from lightning_parallel.strategies.optimizer_trial import Scope, scope_of_step
 from lightning_parallel.zero.placement import NEEDS_WHOLE_MODEL
 
-__all__ = ["refuse_foreign_parameters", "refuse_optimizers"]
+__all__ = ["refuse_foreign_parameters", "refuse_optimizers", "refuse_unshardable"]
 
 # By name, because most live in packages that need not be installed. They need whole tensors: factored or preconditioned
 # moments, norms per layer.
@@ -54,6 +54,44 @@ def refuse_optimizers(
                 f"{kind} needs whole tensors, but {split} of shape {tags[split].shape} is split over the tensor ranks; "
                 "use tensor_parallel_size=1, or an optimizer that works on each element such as AdamW"
             )
+
+
+def refuse_unshardable(optimizers: Iterable[torch.optim.Optimizer], replicas: int) -> None:
+    """Refuses optimizers that would not notice that each replica steps on a share of the parameters.
+
+    Args:
+        optimizers: built on the whole model.
+        replicas: how many ranks share the optimizers' work.
+
+    Raises:
+        ValueError: a step depends on all parameters, or does not take them from the optimizer's groups.
+    """
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        if NEEDS_WHOLE_MODEL & {cls.__name__ for cls in type(optimizer).__mro__}:
+            continue  # refused by name where it is to be sharded
+        attribute = _own_list(optimizer)
+        if attribute is not None:
+            raise ValueError(
+                f"{kind}.{attribute} is a list of parameters beside the optimizer's groups, past which {replicas} "
+                "replicas could not give it their shares; let its step read param_groups, or use zero_stage=0"
+            )
+        if replicas > 1 and _scope(optimizer) is Scope.MODEL:
+            raise ValueError(
+                f"a step of {kind} depends on all parameters at once, but each of {replicas} replicas steps on a share "
+                "of them; use an optimizer such as AdamW, or zero_stage=0"
+            )
+
+
+def _own_list(optimizer: Any) -> str | None:
+    """The attribute in which an optimizer keeps parameters of its groups, if there is one."""
+    inner = getattr(optimizer, "_optimizer", optimizer)
+    own = {id(p) for group in inner.param_groups for p in group["params"]}
+    for name, value in vars(inner).items():
+        is_container = name not in ("param_groups", "state") and isinstance(value, (list, tuple, set, dict))
+        if is_container and any(id(entry) in own for entry in value):
+            return name
+    return None
 
 
 def refuse_foreign_parameters(

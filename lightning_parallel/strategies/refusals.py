@@ -23,6 +23,7 @@ from lightning_parallel.strategies.surroundings import SECOND_PACKAGE
 __all__ = [
     "refuse_callbacks",
     "refuse_data",
+    "refuse_embeddings",
     "refuse_loggers",
     "refuse_module",
     "refuse_objects",
@@ -122,6 +123,30 @@ def refuse_module(
                 f"{name}.{step} takes dataloader_iter, whose batches cannot be shared by "
                 f"{layout.pipeline} stages or split into {parts} micro-batches; let it take batch and batch_idx, or "
                 "use pipeline_parallel_size=1 and 1 micro-batch"
+            )
+
+
+def refuse_embeddings(module: nn.Module, replicas: int, micro_batches: int) -> None:
+    """Raises ValueError for embeddings whose step depends on all samples of the batch.
+
+    Args:
+        module: the user's module.
+        replicas: that see parts of a batch.
+        micro_batches: parts of a replica's batch.
+    """
+    for name, child in module.named_modules():
+        if not isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        if child.max_norm is not None and replicas > 1:
+            raise ValueError(
+                f"{name} has max_norm={child.max_norm}, which rescales the rows that a batch uses while it runs, so that "
+                f"the weights of {replicas} replicas would drift apart; use max_norm=None and rescale all rows in "
+                "on_train_batch_start (torch.renorm), or one replica"
+            )
+        if child.scale_grad_by_freq and child.weight.requires_grad and replicas * micro_batches > 1:
+            raise ValueError(
+                f"{name} has scale_grad_by_freq=True, which counts words in a whole batch, of which {replicas} replicas "
+                f"with {micro_batches} micro-batches see parts; use scale_grad_by_freq=False, or one of each"
             )
 
 

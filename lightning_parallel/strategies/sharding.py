@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_parallel.gradient_sync import GradientCompleter
 from lightning_parallel.mesh import Mesh, gradient_group
-from lightning_parallel.strategies import _compat
 from lightning_parallel.strategies.config import ZeroConfig
+from lightning_parallel.strategies.gradient_readers import looks_at_gradients
 from lightning_parallel.strategies.partition import Partition
 from lightning_parallel.strategies.residence import shard_units
 from lightning_parallel.strategies.span import ModelSpan
@@ -24,32 +23,7 @@ from lightning_parallel.zero.optimizer import ShardedOptimizer
 from lightning_parallel.zero.sharder import ShardOptions, ZeroSharder
 from lightning_parallel.zero.states import load_full_state, whole_state
 
-__all__ = ["ReplicaSharding", "looks_at_gradients"]
-
-_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
-_MODULE_HOOKS = ("configure_gradient_clipping", "optimizer_zero_grad")
-_OTHER_HOOKS = ("on_train_batch_start", "on_train_batch_end")
-
-
-def looks_at_gradients(trainer: Trainer) -> bool:
-    """Whether user code may read or change gradients between the backward pass and the next one.
-
-    Hooks that exist for gradients count when they are overridden, other hooks when their code names `.grad`.
-    """
-    module = trainer.lightning_module
-    if any(is_overridden(name, module) for name in (*_GRADIENT_HOOKS, *_MODULE_HOOKS)):
-        return True
-    written = [getattr(module, name) for name in (*_OTHER_HOOKS, "training_step", "optimizer_step")]
-    for callback in _compat.callbacks_of(trainer):
-        if any(getattr(type(callback), name) is not getattr(Callback, name) for name in _GRADIENT_HOOKS):
-            return True
-        written += [getattr(callback, name) for name in _OTHER_HOOKS]
-    return any(_names_grad(hook) for hook in written)
-
-
-def _names_grad(hook: Callable[..., Any]) -> bool:
-    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
-    return code is not None and "grad" in code.co_names
+__all__ = ["ReplicaSharding"]
 
 
 class ReplicaSharding:

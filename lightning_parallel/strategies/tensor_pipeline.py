@@ -30,11 +30,12 @@ from lightning_parallel.strategies.config import (
     check_count,
     check_flag,
 )
-from lightning_parallel.strategies.optimizers import refuse_foreign_parameters, refuse_optimizers
+from lightning_parallel.strategies.optimizers import refuse_foreign_parameters, refuse_optimizers, refuse_unshardable
 from lightning_parallel.strategies.partition import Partition, make_partition, synchronize_start
 from lightning_parallel.strategies.precision import derive_precision
 from lightning_parallel.strategies.refusals import (
     refuse_callbacks,
+    refuse_embeddings,
     refuse_loggers,
     refuse_module,
     refuse_shared_memory,
@@ -142,6 +143,8 @@ class TensorPipelineStrategy(SteppingStrategy):
         self.zero_config.refuse_layout(self.layout.tensor, self.layout.pipeline)
         micro_batches = self.pipeline_config.micro_batches_for(self.layout.pipeline)
         refuse_module(module, self.layout, micro_batches, self.pipeline_config.evaluation_micro_batches)
+        if trainer.state.fn == TrainerFn.FITTING:
+            refuse_embeddings(module, self.layout.data, micro_batches)
         zero = self.zero_config.shards_anything(self.layout.data)
         if self.layout.tensor > 1 or self.layout.pipeline > 1 or zero:
             refuse_shared_memory(module)
@@ -203,6 +206,8 @@ class TensorPipelineStrategy(SteppingStrategy):
             optimizers = self.optimizers if step_name == "training_step" else []
             refuse_foreign_parameters(optimizers, names, self.layout.data)
             refuse_optimizers(optimizers, tags, names, self.layout.tensor * self.layout.pipeline)
+            if self.zero_config.shards_anything(self.layout.data):
+                refuse_unshardable(optimizers, self.layout.data)
 
         stays = self.zero_config.shards_parameters(self.layout.data)
         configs = (self.tensor_config, self.pipeline_config)

@@ -195,7 +195,10 @@ class DiskStorage(HostStorage):
         for place, keys in enumerate(known.keys):
             if keys is not None:
                 owner = _owner(bucket, place, optimizer)
-                held = optimizer.state[owner]
+                held = optimizer.state.get(owner)
+                if held is None:  # its user lets the optimizer begin anew
+                    known.keys[place] = None
+                    continue
                 optimizer.state[owner] = {
                     key: held[key] if dtype is None else bucket.own_part(place, known.lanes[key, dtype])
                     for key, dtype in keys.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ class ShardedOptimizer:
         self.sharder = sharder
         self._aside: list[list[nn.Parameter]] | None = None
         self._offloaded: OffloadedStep | None = None
+        self._is_stepping = False
+        self._inner_steps = 0
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -56,6 +59,10 @@ class ShardedOptimizer:
     # -------------------------------------------------------------- steps
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Enters the step: after the closure if there is one, because gradients come out of it."""
+        if self._is_stepping and _is_within_step(optimizer):
+            self._inner_steps += 1
+            return None
+        self._is_stepping, self._inner_steps = True, 0
         position = 1 if len(args) > 1 else "closure"
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -72,7 +79,11 @@ class ShardedOptimizer:
         return args, {**kwargs, "closure": then_begin}
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._inner_steps > 0:
+            self._inner_steps -= 1
+            return
         works = None if self._offloaded is None else self._offloaded.finish()
+        self._is_stepping = False
         self._offloaded = None
         self._leave()
         self.sharder.after_step(self.sharder.buckets_of(self.parameters()), works)
@@ -183,3 +194,12 @@ class ShardedOptimizer:
             handle.remove()
         self._handles = []
         self.optimizer.__dict__.pop("zero_grad", None)
+
+
+def _is_within_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step that begins is called by a subclass's own (`super().step()`), around which hooks run already."""
+    frame, steps = sys._getframe(1), 0
+    while frame is not None and steps < 2:
+        steps += frame.f_code.co_name == "wrapper" and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back  # type: ignore[assignment]
+    return steps == 2

@@ -56,7 +56,10 @@ def needs_whole_parameters(optimizer: torch.optim.Optimizer) -> bool:
 
 def _steps_like(optimizer: torch.optim.Optimizer, known: type[torch.optim.Optimizer]) -> bool:
     """Whether the step is that of a class, and not one that a subclass has written itself."""
-    return isinstance(optimizer, known) and inspect.unwrap(type(optimizer).step) is inspect.unwrap(known.step)
+    return isinstance(optimizer, known) and all(
+        inspect.unwrap(getattr(type(optimizer), name)) is inspect.unwrap(getattr(known, name))
+        for name in ("step", "_init_group")  # through which a subclass reaches the gradients of a group
+    )
 
 
 def plain_step(optimizer: torch.optim.Optimizer) -> None:

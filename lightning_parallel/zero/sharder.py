@@ -141,10 +141,13 @@ class ZeroSharder:
 
     def _place(self, parameters: list[nn.Parameter]) -> None:
         users = {id(p): i for i, o in reversed(list(enumerate(self.optimizers))) for p in o.parameters()}
+        takers = [optimizer for optimizer, is_whole in zip(self.optimizers, self._whole, strict=True) if is_whole]
+        stay_whole = {id(p) for optimizer in takers for p in optimizer.parameters()}
         items = []
         for p in parameters:
             user, late = users.get(id(p)), id(p) in self._incomplete
-            whole = user is not None and self._whole[user]
+            # Those of no optimizer may be added to any later.
+            whole = id(p) in stay_whole or (user is None and bool(takers))
             items.append(Item(p.numel(), (self._unit_of(p), p.dtype, p.device, user, late), whole))
         kinds = {wide_dtype(p.dtype) if self.options.sums_wide else p.dtype for p in parameters}
         itemsize = max(kind.itemsize for kind in kinds)

@@ -39,7 +39,7 @@ class StateFile:
     """
 
     def __init__(self, path: str | Path, label: str) -> None:
-        above = Path(path)
+        above = Path(path).expanduser().absolute()  # a run may change its working directory
         above.mkdir(parents=True, exist_ok=True)
         remove_stale(above)
         self.folder = above / f"{PREFIX}{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:12]}-{label}"

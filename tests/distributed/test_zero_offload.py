@@ -24,7 +24,7 @@ from tests.distributed.test_zero3 import backward, sharded
 from tests.distributed.zero_tools import OPTIMIZERS, plain_state, sharded_backward, sharder, values
 from tests.harness import Ranks
 
-ELEMENTWISE = [name for name in OPTIMIZERS if name not in ("spectral", "twisted")]
+ELEMENTWISE = [name for name in OPTIMIZERS if name not in ("spectral", "clipping", "twisted")]
 CELLS = [(stage, kind, False) for stage in (1, 2, 3) for kind in (None, "cpu", "nvme")]
 CELLS += [(3, "cpu", True), (3, "nvme", True)]
 
@@ -77,7 +77,7 @@ def train_narrow(rank: int, world_size: int, folder: str) -> Any:
 def test_gradients_of_half_precision_step_as_wide_ones(ranks: Ranks, tmp_path: Path) -> None:
     """Also after states were saved and loaded, which keep their 32 bits."""
     for found in ranks(2, train_narrow, str(tmp_path)):
-        assert len(found) == 15
+        assert len(found) == len(OPTIMIZERS)
         for wide, narrow in found:
             torch.testing.assert_close(narrow, wide, atol=0, rtol=0)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_parallel.parameters import ParameterTag
 from lightning_parallel.strategies.optimizer_trial import Scope, scope_of_step
-from lightning_parallel.strategies.optimizers import refuse_optimizers
+from lightning_parallel.strategies.optimizers import refuse_optimizers, refuse_unshardable
 from lightning_parallel.tensor_parallel.sharding import split_even
 
 
@@ -97,3 +97,25 @@ def test_ranks_that_share_a_model_refuse_what_needs_more_than_they_hold() -> Non
     refuse("all", split=False, ranks=1)
     for kind in ("sign", "random", "fails"):
         refuse(kind, split=True, ranks=2)
+
+
+class OwnList(Own):
+    """Steps on a list that it has kept."""
+
+    def __init__(self, parameters: Any) -> None:
+        kept = list(parameters)
+        super().__init__(kept, lambda p, every: 1.0)
+        self.kept = kept
+
+
+def test_replicas_refuse_steps_that_need_all_parameters_or_take_them_from_elsewhere() -> None:
+    def refuse(make: Callable[[Any], torch.optim.Optimizer], replicas: int = 2) -> None:
+        refuse_unshardable([make([nn.Parameter(torch.ones(4, 4))])], replicas)
+
+    with pytest.raises(ValueError, match="a step of Own depends on all parameters at once, but each of 2 replicas"):
+        refuse(KINDS["all"][0])
+    with pytest.raises(ValueError, match=r"OwnList.kept is a list of parameters beside the optimizer's groups"):
+        refuse(OwnList)
+    refuse(KINDS["all"][0], replicas=1)
+    for kind in ("sign", "norm", "random", "fails", "rprop"):
+        refuse(KINDS[kind][0])

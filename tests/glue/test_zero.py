@@ -56,8 +56,46 @@ def test_every_dimension_at_once(ranks: Ranks) -> None:
     check(ranks, clipped_windows, (2, 2, 2), plan="auto", zero_stage=2, timeout=110)
 
 
+class ClipsItself(Classifier):
+    """Changes gradients in its step and around that of its optimizer, by functions that do not name them here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        optimizer.step()
+        return loss
+
+
+def halve(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad.mul_(0.5)
+
+
+class HalvesItself(ClipsItself):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_pre_hook(halve)
+        return optimizer
+
+
 def by_hand(site: Site) -> Any:
-    return [adversaries(site), windows_twice(site)]
+    alone = [fit(site, module, Samples(16), max_epochs=1) for module in (ClipsItself(), HalvesItself())]
+    return [adversaries(site), windows_twice(site), *alone]
 
 
 def parameters(site: Site) -> Any:

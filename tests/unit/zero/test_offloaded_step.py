@@ -133,6 +133,30 @@ def test_late_parameters_values_written_by_hand_and_keys_that_come_later(kind: s
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("kind", ["cpu", "nvme"])
+def test_states_that_are_cleared_begin_anew(kind: str, tmp_path: Path) -> None:
+    results = []
+    for offloaded in (True, False):
+        members = parameters()
+        optimizer = optim.AdamW(members, lr=0.1)
+        sharded = sharder(members, optimizer, kind, tmp_path) if offloaded else None
+        for step in range(4):
+            optimizer.zero_grad()
+            if step == 2:
+                optimizer.state.clear()
+            if sharded is not None:
+                backward(sharded, members)
+            else:
+                for place, p in enumerate(members):
+                    p.grad = torch.full((3, 2), place + 1.0)
+            optimizer.step()
+        if sharded is not None:
+            sharded.close()
+            sharded.storage.remove()  # type: ignore[union-attr]
+        results.append([p.detach().clone() for p in members])
+    torch.testing.assert_close(results[0], results[1], atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "text"),
     [

@@ -29,6 +29,8 @@ def test_whole_parameters() -> None:
     unknown = type("Unknown", (optim.Optimizer,), {"step": lambda self, closure=None: None})
     assert needs_whole_parameters(optim.Adafactor(parameters()))
     assert needs_whole_parameters(own(parameters()))
+    part = type("Part", (optim.SGD,), {"_init_group": lambda self, group, *lists: False})
+    assert needs_whole_parameters(part(parameters()))
     assert needs_whole_parameters(unknown(parameters(), {}))
 
 

@@ -89,3 +89,14 @@ def test_a_folder_goes_with_its_file(tmp_path: Path) -> None:
     assert f"-{os.getpid()}-" in file.folder.name
     del file
     assert folders(tmp_path / "deep" / "er") == []
+
+
+def test_a_folder_goes_wherever_the_process_is_by_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = StateFile("here", "rank-0")
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    file.remove()
+    assert folders(tmp_path / "here") == []
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert StateFile("~/home", "rank-0").folder.parent == tmp_path / "home"
