@@ -85,6 +85,7 @@ class GradientReducer:
         self.group = group
         self.average = average
         self._all = list(parameters)
+        self._known = {id(p) for p in self._all}
         self._bucket_bytes = bucket_bytes
         self._buckets: list[_Bucket] = []
         self._place: dict[int, tuple[int, int]] = {}
@@ -92,6 +93,7 @@ class GradientReducer:
         self._armed = False
         self._order = BucketOrder([])
         self._trainable: tuple[int, ...] = ()
+        self._unsummed: set[int] = set()
 
     @property
     def bucket_sizes(self) -> list[int]:
@@ -131,11 +133,21 @@ class GradientReducer:
         """Forget an armed state, for example after a failed step."""
         self._armed = False
 
+    def lacks_sums(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether any parameter has a gradient of this rank alone, which no armed pass has summed."""
+        is_prepared = bool(self._trainable)
+        return any(p.grad is not None and (id(p) in self._unsummed or not is_prepared) for p in parameters)
+
+    def knows(self, parameter: torch.Tensor) -> bool:
+        """Whether the gradient of a parameter is summed over the ranks."""
+        return id(parameter) in self._known
+
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         index, place = self._place[id(parameter)]
         bucket = self._buckets[index]
         self._move_into_bucket(bucket, place)
         if not self._armed:
+            self._unsummed.add(id(parameter))
             return
         if bucket.present[place]:
             if bucket.work is not None:
@@ -180,6 +192,7 @@ class GradientReducer:
         if not self._armed:
             raise RuntimeError("finish() needs arm() before the backward pass")
         self._armed = False
+        self._unsummed -= self._place.keys()
         for bucket in [self._buckets[index] for index in self._order.rest()]:
             for place, parameter in enumerate(bucket.parameters):
                 if parameter.grad is None:

@@ -25,6 +25,7 @@ from lightning_parallel.strategies.even_split import even_or_planned
 from lightning_parallel.strategies.failures import FailureWatch
 from lightning_parallel.strategies.hooks import agree_on_epoch_end
 from lightning_parallel.strategies.left_apart import AFTER_AN_EXCEPTION, AS_ASKED_FOR, refuse_left_apart
+from lightning_parallel.strategies.optimizers import refuse_step
 from lightning_parallel.strategies.partition import Partition
 from lightning_parallel.strategies.predictions import PredictionGatherer
 from lightning_parallel.strategies.refusals import refuse_data, refuse_objects, refuse_options
@@ -262,7 +263,10 @@ class PartitionedStrategy(DDPStrategy):
     # -------------------------------------------------------------- steps
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the closure and the optimizer on this rank's part."""
+        reducer = None if self._runner is None else self._runner.reducer
         with self._sight.hidden():
+            if reducer is not None:
+                refuse_step(reducer, args[0] if args else kwargs["optimizer"], self._module(), self.layout.data)
             return super().optimizer_step(*args, **kwargs)
 
     def full_params(self) -> AbstractContextManager[None]:

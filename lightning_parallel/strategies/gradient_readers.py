@@ -92,17 +92,17 @@ def _named_outside(names: Iterable[str], caller: FunctionType) -> Iterator[Any]:
     free = {name: cell.cell_contents for name, cell in cells if not _is_empty(cell)}
     for name in names:
         found = free.get(name, caller.__globals__.get(name))
-        if isinstance(found, ModuleType) and found.__name__.partition(".")[0] not in _PACKAGES:
-            yield from (vars(found)[inner] for inner in names if inner in vars(found))
-        elif isinstance(found, type) and not _is_known(found):
+        origin = found.__name__ if isinstance(found, ModuleType) else getattr(found, "__module__", None) or ""
+        if isinstance(found, (ModuleType, type)) and origin.partition(".")[0] not in _PACKAGES:
             yield from (vars(found)[inner] for inner in names if inner in vars(found))
         yield found
 
 
 def _function_of(called: Any) -> Any:
     """What runs when an object is called."""
-    is_function = isinstance(called, (FunctionType, MethodType, partial))
-    return called if is_function else getattr(type(called), "__call__", None)
+    if isinstance(called, (FunctionType, MethodType, partial)):
+        return called
+    return next((vars(cls)["__call__"] for cls in type(called).__mro__ if "__call__" in vars(cls)), None)
 
 
 def _is_empty(cell: Any) -> bool:

@@ -6,12 +6,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 
+from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.parameters import ParameterTag
 from lightning_parallel.strategies.optimizer_trial import Scope, scope_of_step
 from lightning_parallel.zero.placement import NEEDS_WHOLE_MODEL
+from lightning_parallel.zero.sharder import ZeroSharder
 
-__all__ = ["refuse_foreign_parameters", "refuse_optimizers", "refuse_unshardable"]
+__all__ = ["refuse_foreign_parameters", "refuse_optimizers", "refuse_step", "refuse_unshardable"]
 
 # By name, because most live in packages that need not be installed. They need whole tensors: factored or preconditioned
 # moments, norms per layer.
@@ -124,3 +127,38 @@ def _scope(optimizer: Any) -> Scope | None:
 def _parameter_names(optimizer: Any, names: Mapping[int, str]) -> list[str]:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [names[id(parameter)] for parameter in parameters if id(parameter) in names]
+
+
+def refuse_step(reducer: GradientReducer | ZeroSharder, optimizer: Any, module: LightningModule, replicas: int) -> None:
+    """Refuses a step that would be another one on every replica.
+
+    Args:
+        reducer: sums gradients over replicas.
+        optimizer: that is about to step, or to run its closure.
+        module: the user's module.
+        replicas: how many there are.
+
+    Raises:
+        RuntimeError: gradients were not summed, or the optimizer is not the one that was set up, or trains parameters
+            that came later.
+    """
+    kind = type(getattr(optimizer, "_optimizer", optimizer)).__name__
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    late = next((p for p in trained if not reducer.knows(p)), None)
+    if late is not None:
+        raise RuntimeError(
+            f"{kind} trains a parameter of shape {tuple(late.shape)} that was not in {type(module).__name__} when "
+            f"training started, so that each of {replicas} replicas would train its own; make it in __init__ or "
+            "configure_model, with requires_grad=False until it is needed"
+        )
+    if isinstance(reducer, ZeroSharder) and all(known.optimizer is not optimizer for known in reducer.optimizers):
+        raise RuntimeError(
+            f"this {kind} was made after training had started, but ZeRO has sharded those of configure_optimizers; "
+            "change their param_groups, or use zero_stage=0"
+        )
+    if not module.automatic_optimization and reducer.lacks_sums(trained):
+        raise RuntimeError(
+            f"{kind} would step on gradients that were not summed over {replicas} replicas; call "
+            "self.manual_backward(loss) instead of loss.backward(), and step outside of no_sync() and "
+            "toggle_model(sync_grad=False)"
+        )

@@ -139,14 +139,14 @@ def refuse_embeddings(module: nn.Module, replicas: int, micro_batches: int) -> N
             continue
         if child.max_norm is not None and replicas > 1:
             raise ValueError(
-                f"{name} has max_norm={child.max_norm}, which rescales the rows that a batch uses while it runs, so that "
-                f"the weights of {replicas} replicas would drift apart; use max_norm=None and rescale all rows in "
+                f"{name} has max_norm={child.max_norm}, which rescales the rows that a batch uses while it runs, so "
+                f"that the weights of {replicas} replicas would drift apart; use max_norm=None and rescale all rows in "
                 "on_train_batch_start (torch.renorm), or one replica"
             )
         if child.scale_grad_by_freq and child.weight.requires_grad and replicas * micro_batches > 1:
             raise ValueError(
-                f"{name} has scale_grad_by_freq=True, which counts words in a whole batch, of which {replicas} replicas "
-                f"with {micro_batches} micro-batches see parts; use scale_grad_by_freq=False, or one of each"
+                f"{name} has scale_grad_by_freq=True, which counts words in a whole batch, of which {replicas} "
+                f"replicas with {micro_batches} micro-batches see parts; use scale_grad_by_freq=False, or one of each"
             )
 
 

@@ -82,7 +82,8 @@ def refuse_on_host(optimizer: torch.optim.Optimizer, kind: str) -> None:
                 f"{name} with {option}=True steps on the device only, but offload={kind!r} steps in host memory; leave "
                 f"{option} out"
             )
-    if kind == "nvme" and needs_whole_parameters(optimizer):
+    steps = any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+    if kind == "nvme" and steps and needs_whole_parameters(optimizer):
         raise ValueError(
             f"{name} has a step of its own, which may look at all parameters, count its calls or keep more than "
             "offload='nvme' can bring in bucket by bucket; use offload='cpu', or an optimizer such as AdamW"

@@ -96,6 +96,7 @@ class ZeroSharder:
         self.options = options
         self.buckets: list[ShardBucket] = []
         self._all = list(parameters)
+        self._known = {id(p) for p in self._all}
         self._incomplete = {id(p) for p in incomplete}
         self._complete = complete
         self._places: dict[int, tuple[int, int]] = {}
@@ -183,6 +184,14 @@ class ZeroSharder:
         """Bucket and slot of a parameter; None if it was never trainable."""
         entry = self._places.get(id(parameter))
         return None if entry is None else (self.buckets[entry[0]], entry[1])
+
+    def lacks_sums(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether any parameter has a gradient of this rank alone, which no armed pass has summed."""
+        return any(b.state is GradientState.LOCAL and any(b.filled) for b in self.buckets_of(parameters))
+
+    def knows(self, parameter: torch.Tensor) -> bool:
+        """Whether the gradient of a parameter is summed over the ranks."""
+        return id(parameter) in self._known
 
     # -------------------------------------------------------------- backward passes
     def prepare(self) -> None:
