@@ -265,7 +265,7 @@ class PartitionedStrategy(DDPStrategy):
         """Runs the closure and the optimizer on this rank's part."""
         reducer = None if self._runner is None else self._runner.reducer
         with self._sight.hidden():
-            if reducer is not None:
+            if reducer is not None and self.layout.pipeline == 1:
                 refuse_step(reducer, args[0] if args else kwargs["optimizer"], self._module(), self.layout.data)
             return super().optimizer_step(*args, **kwargs)
 
