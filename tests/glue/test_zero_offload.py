@@ -186,3 +186,10 @@ def test_f31_folders_per_rank_are_gone_after_the_run_and_errors_come_first(ranks
         assert (left, after) == ([], [])
         assert f"nvme_path='{file}/below' cannot take the optimizer's state: replica 0 says: " in no_folder
         assert "replica 1 says: [Errno 28] No space left on device; free space there, give a folder on" in no_space
+
+
+def test_files_stay_on_this_machine() -> None:
+    offload = ZeroConfig(2, "nvme")
+    with pytest.raises(ValueError, match="offload='nvme' needs a folder on a local disk, not 's3://bucket/run'; give"):
+        offload.host_side("s3://bucket/run")
+    assert replace(offload, nvme_path="/scratch").host_side("s3://bucket/run") is not None
