@@ -91,14 +91,21 @@ def on_four(rank: int, world_size: int) -> dict[str, Any]:
 
     return {
         "tensor and pipeline": compared(world_size, split(2, 2)),
+        "tensor": compared(world_size, split(2, 1)),
         "tensor, zero 1": compared(world_size, split(2, 1, zero_stage=1)),
         "tensor, zero 2": compared(world_size, split(2, 1, zero_stage=2)),
+        "pipeline": compared(world_size, split(1, 2)),
         "pipeline, zero 1": compared(world_size, split(1, 2, zero_stage=1)),
         "pipeline, zero 2": compared(world_size, split(1, 2, zero_stage=2)),
     }
 
 
-@pytest.mark.parametrize(("count", "runs"), [(2, on_two), (4, on_four)])
+def on_eight(rank: int, world_size: int) -> dict[str, Any]:
+    strategies = [TensorPipelineStrategy(2, 2, plan="auto", zero_stage=stage) for stage in (0, 1, 2)]
+    return {f"every dimension, zero {s.zero_config.stage}": compared(world_size, s) for s in strategies}
+
+
+@pytest.mark.parametrize(("count", "runs"), [(2, on_two), (4, on_four), (8, on_eight)])
 def test_f33f_planned_states_are_held(ranks: Ranks, count: int, runs: Any) -> None:
     for rank, cases in enumerate(ranks(count, runs, launch="lightning", timeout=100)):
         for case, (memory, plan, printed) in cases.items():
