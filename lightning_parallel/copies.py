@@ -29,7 +29,7 @@ def copy_with_shared(
     """
     try:
         return copy.deepcopy(module, dict(memo))
-    except Exception:
+    except Exception:  # attributes raise what they like; what still fails then is raised
         _share_uncopyable(module, memo, value_of)
         return copy.deepcopy(module, dict(memo))
 

@@ -68,7 +68,7 @@ def agree_on_first(mesh_group: Any, work: Callable[[bool], Any], mine: bool) -> 
     if mine:
         try:
             result = work(False)
-        except Exception:
+        except Exception:  # raised below by all ranks, unless doing it together helps
             failed = True
     if any(comm.gather_objects(failed, mesh_group)):
         result = agree(mesh_group, lambda: work(True))

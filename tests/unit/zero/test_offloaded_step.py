@@ -33,6 +33,15 @@ def backward(sharded: ZeroSharder, members: list[nn.Parameter]) -> torch.Tensor:
     return loss.detach()
 
 
+def give_gradients(sharded: ZeroSharder | None, members: list[nn.Parameter]) -> None:
+    """Those of `backward`, also where nothing is sharded."""
+    if sharded is not None:
+        backward(sharded, members)
+        return
+    for place, p in enumerate(members):
+        p.grad = torch.full((3, 2), place + 1.0) if p.requires_grad else None
+
+
 @pytest.mark.parametrize("kind", ["cpu", "nvme"])
 def test_nothing_goes_on_from_a_step_that_an_error_has_interrupted(kind: str, tmp_path: Path) -> None:
     """It would go on with the buckets that were in memory, and leave the others as they are."""
@@ -119,11 +128,7 @@ def test_late_parameters_values_written_by_hand_and_keys_that_come_later(kind: s
                 optimizer.add_param_group({"params": members[2:3], "momentum": 0.5})
                 optimizer.param_groups[0]["momentum"] = 0.9
                 members[0].data.mul_(3.0)
-            if sharded is not None:
-                backward(sharded, members)
-            else:
-                for place, p in enumerate(members):
-                    p.grad = torch.full((3, 2), place + 1.0) if p.requires_grad else None
+            give_gradients(sharded, members)
             optimizer.step()
         if sharded is not None:
             sharded.close()
@@ -144,11 +149,7 @@ def test_states_that_are_cleared_begin_anew(kind: str, tmp_path: Path) -> None:
             optimizer.zero_grad()
             if step == 2:
                 optimizer.state.clear()
-            if sharded is not None:
-                backward(sharded, members)
-            else:
-                for place, p in enumerate(members):
-                    p.grad = torch.full((3, 2), place + 1.0)
+            give_gradients(sharded, members)
             optimizer.step()
         if sharded is not None:
             sharded.close()
