@@ -32,7 +32,6 @@ Layout = tuple[int, int, int]
 PAIRS: list[Layout] = [(2, 1, 1), (1, 2, 1), (1, 1, 2)]
 LAYOUTS: list[Layout] = [*PAIRS, (1, 2, 2)]
 WIDTH, CLASSES = 8, 4
-MICRO_BATCHES = 3
 PLAN = {"net.blocks.*.fc": "colwise", "net.blocks.*.out": "rowwise"}
 
 
@@ -64,8 +63,8 @@ class Site:
             tensor, pipeline, _ = self.layout
             sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
             where["devices"] = math.prod(self.layout)
-            # Uneven parts of most batches, and less to do than with the default of four per stage.
-            parts = {"micro_batches": MICRO_BATCHES if where["devices"] < 8 else 2} if pipeline > 1 else {}
+            # Less to do than with the default of four per stage; uneven parts of most batches where that is cheap.
+            parts = {"micro_batches": 3 if where["devices"] == 2 else 2} if pipeline > 1 else {}
             where["strategy"] = TensorPipelineStrategy(**{"plan": PLAN, **sizes, **parts, **self.options})
         return Trainer(accelerator="cpu", **where, **{**QUIET, "max_epochs": 2, **kwargs})
 

@@ -92,12 +92,3 @@ def test_tensor_traffic_pays_for_a_bad_wire(capsys: pytest.CaptureFixture[str]) 
 def test_a_drawing_needs_the_name_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "bubble", "--plot", str(tmp_path / "grid.txt")]) == 2
     assert "ends in .png or .svg" in capsys.readouterr().err
-
-
-def test_a_schedule_can_be_drawn(tmp_path: Path) -> None:
-    assert (
-        main(["explain", "bubble", "--stages", "2", "--micro-batches", "2", "--plot", str(tmp_path / "grid.svg")]) == 0
-    )
-    drawing = (tmp_path / "grid.svg").read_text()
-    assert drawing.count("stage") >= 2
-    assert "</svg>" in drawing
