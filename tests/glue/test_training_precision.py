@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
-from tests.glue.oracle import Layout, Site, check, held, observe, reference
+from tests.glue.oracle import PAIRS, Layout, Site, check, held, observe, reference
 from tests.glue.training import EVERY, GPT, Notes, Record, Tokens, fit
 from tests.harness import Ranks
 
@@ -210,19 +210,23 @@ def overflow(site: Site, module: LightningModule, **trainer: Any) -> Any:
     return {"seen": seen, "scales": inject.scales, "moved": inject.moved(), "counters": inject.counters}
 
 
-def overflows(site: Site) -> Any:
+def clipped_overflows(site: Site) -> Any:
     return {
-        "sgd": overflow(site, GPT()),
         "adamw": overflow(site, WithAdamW(), gradient_clip_val=0.5),
-        "fused": overflow(site, WithFused(True)),
         "fused and clipped": overflow(site, WithFused(site.layout is not None), gradient_clip_val=0.5),
     }
 
 
+def overflows(site: Site) -> Any:
+    runs = {"sgd": overflow(site, GPT()), "fused": overflow(site, WithFused(True))}
+    return {**runs, **clipped_overflows(site)}
+
+
 @pytest.mark.parametrize("layout", EVERY[:6])
 def test_f23_an_overflow_on_one_rank_skips_the_step_everywhere(ranks: Ranks, layout: Layout) -> None:
-    check(ranks, overflows, layout, plan="auto")
-    for run in reference(overflows).values():  # every rank was found to be the same
+    scenario = overflows if layout in PAIRS else clipped_overflows
+    check(ranks, scenario, layout, plan="auto")
+    for run in reference(scenario).values():  # every rank was found to be the same
         assert run["scales"] == [8, 4, 4, 8, 8]
         assert run["moved"] == [False, True, True, True]
         assert run["counters"] in ([], [4.0])
