@@ -8,8 +8,13 @@ from lightning_parallel.planner.model_shape import ModelShape
 
 __all__ = ["typical_shape"]
 
-# Layers and hidden width of Llama-like models by parameters: TinyLlama, Llama 3.2, Llama 2 and 3.
+# Layers and hidden width by parameters: the TinyStories models (Eldan and Li 2023), then Llama-like ones (TinyLlama,
+# Llama 3.2, Llama 2 and 3).
 _LADDER = (
+    (1e6, 8, 64),
+    (3e6, 8, 128),
+    (8e6, 8, 256),
+    (28e6, 8, 512),
     (0.1e9, 12, 768),
     (0.35e9, 24, 1024),
     (1.1e9, 22, 2048),
@@ -38,7 +43,9 @@ def typical_shape(parameters: float, *, seq: int = 0) -> ModelShape:
         raise ValueError(f"--params counts parameters, 1e6 to 1e18, such as 7e9, got {parameters:g}")
     _, layers, hidden = min(_LADDER, key=lambda row: abs(row[0] / parameters - parameters / row[0]))
     vocab = min(VOCABULARY, int(parameters / hidden / 8))
-    rest = (parameters - 2 * vocab * hidden) / layers - 4 * hidden**2
-    ffn = max(256, int(rest / (3 * hidden) / 256) * 256)
+    norms, attention = 2 * hidden, 4 * hidden**2
+    rest = (parameters - (2 * vocab + 1) * hidden) / layers - attention - norms
+    multiple = 256 if hidden >= 768 else 64
+    ffn = max(multiple, int(rest / (3 * hidden) / multiple) * multiple)
     shape = ModelShape.llama(layers, hidden, hidden // 64 if hidden < 2048 else hidden // 128, ffn, vocab=vocab)
     return replace(shape, seq=seq or shape.seq).with_parameters(round(parameters))

@@ -10,6 +10,7 @@ import pytest
 
 from lightning_parallel.planner.config_shapes import shape_from_config, shape_from_file
 from lightning_parallel.planner.model_shape import ModelShape
+from lightning_parallel.planner.typical import typical_shape
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 PRINTED = list(csv.DictReader((DATA / "parameters.csv").open()))
@@ -146,3 +147,11 @@ def test_impossible_sizes_are_refused(sizes: tuple[int, int, int, int], text: st
 def test_heads_must_share_key_value_heads_evenly() -> None:
     with pytest.raises(ValueError, match="6 heads cannot share 4 key/value heads"):
         ModelShape.llama(1, 12, 6, 8, kv_heads=4)
+
+
+def test_typical_shapes_of_every_size_leave_little_to_other_parameters() -> None:
+    sizes = [round(10 ** (power / 50)) for power in range(300, 900)]
+    for size in sizes:
+        shape = typical_shape(size)
+        assert shape.parameters == size
+        assert 0 <= shape.other_parameters < 0.13 * size, "none are negative, whatever stage holds them"
