@@ -55,6 +55,14 @@ def test_plan_answers_as_data_and_as_text(capsys: pytest.CaptureFixture[str]) ->
     assert "Tensor parallelism 4 stays inside the node" in text
 
 
+def test_a_slower_gpu_is_slower_in_all_precisions(capsys: pytest.CaptureFixture[str]) -> None:
+    """Attention runs in 16 bit beside products in 8."""
+    arguments = ["plan", "--params", "7e9", "--seq", "131072", "--gpu-memory", "1000", "--precision", "fp8", "--json"]
+    for peak in ("10", "20"):
+        assert main([*arguments, "--gpu-tflops", peak]) == 0
+        assert json.loads(capsys.readouterr().out)["plans"][0]["hfu"] < 1
+
+
 @pytest.mark.parametrize(
     ("layout", "expected", "also"),
     [
