@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,12 +115,37 @@ def planned_zero(config: ZeroConfig, split: Candidate) -> ZeroConfig:
     return replace(config, stage=split.zero_stage, offload=offload, offload_parameters=moves_parameters)
 
 
-def host_memory() -> float:
-    """GiB of memory of this machine; 0 where the system does not say."""
+def host_memory(root: Path = Path("/")) -> float:
+    """GiB of memory that processes of this machine may use, containers and jobs bounded; 0 where the system is silent.
+
+    Args:
+        root: where the system's own files are.
+    """
     names = getattr(os, "sysconf_names", {})
     if not {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= set(names):
         return 0.0
-    return max(0, os.sysconf("SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE") / GIB
+    machine = max(0, os.sysconf("SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
+    return min([machine, *_memory_limits(root)]) / GIB
+
+
+def _memory_limits(root: Path) -> Iterator[int]:
+    """Bytes that the control groups of this process are bounded to, of both versions (cgroups(7))."""
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for group in groups:
+        _, controllers, path = group.split(":", 2)
+        mount, name = root / "sys/fs/cgroup", "memory.max"
+        if controllers:
+            if "memory" not in controllers.split(","):
+                continue
+            mount, name = mount / "memory", "memory.limit_in_bytes"
+        inner = Path(path.lstrip("/"))
+        # A group inside another is bounded by both; of a container, only its own groups are there.
+        for folder in (mount / inner, *(mount / outer for outer in inner.parents), mount):
+            with suppress(OSError, ValueError):
+                yield int((folder / name).read_text())
 
 
 def device_memory(device: torch.device) -> float | None:

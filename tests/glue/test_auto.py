@@ -7,6 +7,7 @@ import inspect
 import io
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +40,7 @@ from lightning_parallel.planner.search import USABLE_MEMORY, search
 from lightning_parallel.planner.strategy_text import peers, strategy_of, trainer_line, yaml_text
 from lightning_parallel.planner.typical import typical_shape
 from lightning_parallel.strategies.chosen import RunnableChoices
+from lightning_parallel.strategies.planning import host_memory
 from lightning_parallel.strategies.successor import lightning_runtime, take_over
 from tests.glue.oracle import QUIET, PeerSite, Site, assert_same
 from tests.glue.training import GPT, Tokens, weights
@@ -414,6 +416,28 @@ def test_states_go_to_the_host_where_nothing_fits_otherwise() -> None:
         AutoStrategy.plan(torch.nn.Identity(), small, 1, "bf16-mixed", shape).strategy()
     refused = AutoStrategy.plan(torch.nn.Identity(), cluster, 1, "bf16-mixed", shape, {"offload": "none"})
     assert not refused.ranked, "what is given is kept"
+
+
+@pytest.mark.parametrize(
+    ("groups", "file", "limit", "gib"),
+    [
+        ("0::/job/step\n", "sys/fs/cgroup/job/memory.max", 2**30, 1),
+        ("0::/\n", "sys/fs/cgroup/memory.max", 2**30, 1),
+        ("4:cpu:/a\n3:memory:/box\n", "sys/fs/cgroup/memory/memory.limit_in_bytes", 2**30, 1),
+        ("0::/job\n", "sys/fs/cgroup/job/memory.max", "max", None),
+        ("4:cpu:/a\n", "sys/fs/cgroup/memory/memory.limit_in_bytes", 2**30, None),
+        ("0::/\n", "sys/fs/cgroup/memory.max", 2**62, None),
+    ],
+)
+def test_hosts_have_what_their_control_groups_leave(
+    tmp_path: Path, groups: str, file: str, limit: int | str, gib: int | None
+) -> None:
+    for name, text in (("proc/self/cgroup", groups), (file, f"{limit}\n")):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    machine = host_memory(tmp_path / "nothing")
+    assert machine > 1.0
+    assert host_memory(tmp_path) == (machine if gib is None else gib)
 
 
 def test_names() -> None:
