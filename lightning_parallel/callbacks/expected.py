@@ -43,13 +43,14 @@ def running_split(trainer: Trainer, batch_size: int, recompute: str = "none") ->
     strategy, layout = trainer.strategy, layout_of(trainer)
     options: dict[str, Any] = {"recompute": recompute, "micro_batch": batch_size}
     if isinstance(strategy, TensorPipelineStrategy):
-        parts = min(batch_size, strategy.micro_batches)
+        parts, zero = min(batch_size, strategy.micro_batches), strategy.zero_config
         options |= {
             "micro_batch": max(1, batch_size // parts),
             "schedule": strategy.pipeline_config.schedule,
             "sequence_parallel": strategy.tensor_config.sequence_parallel and layout.tensor > 1,
-            "zero_stage": strategy.zero_config.stage if layout.data > 1 else 0,
-            "offload": strategy.zero_config.offload or "none",
+            # What is offloaded is sharded, if only over one replica.
+            "zero_stage": zero.stage if layout.data > 1 or zero.offload else 0,
+            "offload": zero.offload or "none",
         }
     else:
         options["zero_stage"] = _foreign_stage(strategy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from lightning_parallel.pipeline.batch import batch_size
 from lightning_parallel.planner.cost import step_time
 from lightning_parallel.planner.hardware import GIB
 from lightning_parallel.planner.job import Candidate, TrainingJob
-from lightning_parallel.planner.memory import StageMemory, memory_by_stage
+from lightning_parallel.planner.memory import StageMemory, host_states_by_stage, memory_by_stage
 from lightning_parallel.planner.model_shape import ModelShape
 from lightning_parallel.strategies.auto import AutoStrategy
 from lightning_parallel.strategies.held import held_bytes
+from lightning_parallel.strategies.tensor_pipeline import TensorPipelineStrategy
 
 __all__ = ["MemoryReport", "PlanReport"]
 
@@ -74,8 +76,14 @@ class _Report(Callback, ABC):
             ) from error
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Counts steps from here."""
+        """Counts steps from here. What the planner does not know is refused now, not after some steps."""
         self._first = trainer.global_step
+        self._planned_run(trainer, 1)
+
+    def _planned_run(self, trainer: Trainer, batch: int) -> tuple[TrainingJob, Candidate]:
+        assert self.shape is not None, "setup() reads the sizes"
+        split = running_split(trainer, batch, self.recompute)
+        return running_job(trainer, self.shape, split, batch), split
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Looks at the size of this replica's batch."""
@@ -88,9 +96,7 @@ class _Report(Callback, ABC):
         steps = trainer.global_step - self._first
         if self.ranks or steps < self.after_steps:
             return
-        split = running_split(trainer, self._batch, self.recompute)
-        assert self.shape is not None, "setup() reads the sizes"
-        job = running_job(trainer, self.shape, split, self._batch)
+        job, split = self._planned_run(trainer, self._batch)
         found = self.figures(trainer, pl_module, job, split)
         trainer.strategy.barrier("report")  # some rank may still serve what another one reads in its hook
         self.ranks = tuple(comm.gather_objects(found, whole_world()))
@@ -104,8 +110,9 @@ class _Report(Callback, ABC):
 class MemoryReport(_Report):
     """Tells, for every rank, the GiB of model states that the planner expects and those that are held.
 
-    Under every strategy: weights, gradients, and the optimizer with its 32-bit weights, as memory that tensors own; on
-    GPUs also the peak of all tensors. Padding of shards is measured and not expected.
+    Under every strategy: weights, gradients, and the optimizer with its 32-bit weights, as memory that tensors own on
+    the device; with an offload also what of these lies in host memory, and on GPUs the peak of all tensors. Padding of
+    shards is measured and not expected.
     """
 
     title = "model states (GiB): planned / held"
@@ -121,6 +128,8 @@ class MemoryReport(_Report):
             "gradients": (planned.gradients / GIB, held.gradients / GIB),
             "optimizer": ((planned.optimizer + planned.master_weights) / GIB, held.optimizer / GIB),
         }
+        if split.offload != "none":
+            found["host"] = (_host_states(trainer, job, split) / GIB, held.host / GIB)
         return found | _peak(trainer, planned)
 
 
@@ -153,8 +162,28 @@ class PlanReport(_Report):
         return {"s/step": (step_time(job, split).total, seconds)} | _peak(trainer, _stage_memory(trainer, job, split))
 
 
+def _stage_of(trainer: Trainer) -> int:
+    return layout_of(trainer).coordinate(trainer.global_rank).pipeline
+
+
 def _stage_memory(trainer: Trainer, job: TrainingJob, split: Candidate) -> StageMemory:
-    return memory_by_stage(job, split)[layout_of(trainer).coordinate(trainer.global_rank).pipeline]
+    planned = memory_by_stage(job, split)[_stage_of(trainer)]
+    return replace(planned, weights=planned.weights + _kept_weights(trainer, job, split))
+
+
+def _host_states(trainer: Trainer, job: TrainingJob, split: Candidate) -> float:
+    moved = host_states_by_stage(job, split)[_stage_of(trainer)]
+    return moved - (_kept_weights(trainer, job, split) if split.offload == "cpu" else 0.0)
+
+
+def _kept_weights(trainer: Trainer, job: TrainingJob, split: Candidate) -> float:
+    """Bytes of weights that stay on the device where plans would move them: stage 3 without `offload_parameters`."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, TensorPipelineStrategy) or split.offload == "none" or split.zero_stage < 3:
+        return 0.0
+    if strategy.zero_config.offload_parameters:
+        return 0.0
+    return memory_by_stage(job, replace(split, offload="none"))[_stage_of(trainer)].weights
 
 
 def _peak(trainer: Trainer, planned: StageMemory) -> dict[str, tuple[float, float]]:

@@ -19,6 +19,7 @@ __all__ = [
     "StageMemory",
     "fullest_stage",
     "host_bytes",
+    "host_states_by_stage",
     "least_bytes",
     "memory_by_stage",
     "worst_stage",
@@ -148,27 +149,38 @@ def host_bytes(job: TrainingJob, split: Candidate, ranks_per_node: int) -> dict[
     Each process starts with the weights of its own stage in 32 bit; offloaded states are pinned.
     """
     parameters = max(stage_parameters(job.shape, split))
-    states = _offloaded(job, split, parameters)
-    on_host = states if split.offload == "cpu" else 0.0
+    host, disk = _offloaded(job, split, parameters)
     return {
         "start": ranks_per_node * parameters * 4.0,
-        "offload": ranks_per_node * on_host,
-        "nvme": ranks_per_node * (states if split.offload == "nvme" else 0.0),
+        "offload": ranks_per_node * host,
+        "nvme": ranks_per_node * disk,
     }
+
+
+def host_states_by_stage(job: TrainingJob, split: Candidate) -> tuple[float, ...]:
+    """Bytes of offloaded states that one rank of every pipeline stage keeps in host memory between steps."""
+    return tuple(_offloaded(job, split, held)[0] for held in stage_parameters(job.shape, split))
 
 
 def _ranks(split: Candidate, stage: int) -> int:
     return split.data * split.context if split.zero_stage >= stage else 1
 
 
-def _offloaded(job: TrainingJob, split: Candidate, held: float) -> float:
-    """Bytes of one rank that leave the GPU: optimizer states, gradients from ZeRO stage 2, weights in stage 3."""
+def _offloaded(job: TrainingJob, split: Candidate, held: float) -> tuple[float, float]:
+    """Bytes of one rank's states that lie in host memory and on disk, as `zero.memory.offloaded_bytes` has them.
+
+    Gradients of its shards wait in host memory, at every stage and also beside disks; optimizer states and, in stage 3,
+    weights are where the offload says.
+    """
+    if split.offload == "none":
+        return 0.0, 0.0
+    gradients = job.trainable * job.gradient_bytes / _ranks(split, 1)
     moved = job.trainable * (job.master_bytes + job.optimizer_bytes) / _ranks(split, 1)
-    if split.zero_stage >= 2:
-        moved += job.trainable * job.gradient_bytes / _ranks(split, 2)
     if split.zero_stage == 3:
         moved += job.weight_bytes / _ranks(split, 3)
-    return held * moved
+    if split.offload == "nvme":
+        return held * gradients, held * moved
+    return held * (gradients + moved), 0.0
 
 
 def _stage(job: TrainingJob, split: Candidate, load: _Load, moving: _Moving, *, last: bool) -> StageMemory:

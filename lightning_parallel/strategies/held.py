@@ -18,15 +18,20 @@ __all__ = ["HeldBytes", "held_bytes"]
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Bytes on one rank's device: of weights, of gradients, and of the optimizer's states and 32-bit weights."""
+    """Bytes on one rank's device: of weights, of gradients, and of the optimizer's states and 32-bit weights.
+
+    Attributes:
+        host: of all three, what an offload keeps in host memory instead.
+    """
 
     weights: int
     gradients: int
     optimizer: int
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """All three."""
+        """All three on the device."""
         return self.weights + self.gradients + self.optimizer
 
 
@@ -43,23 +48,39 @@ def held_bytes(trainer: Trainer, module: LightningModule) -> HeldBytes:
         steps = [*(p for p in parameters), *_shards(sharding)]
         roles: tuple[Iterable[Tensor], ...] = (
             [*parameters, *_own_weights(sharding)],
-            [p.grad for p in steps if p.grad is not None],
+            [*(p.grad for p in steps if p.grad is not None), *_full_gradients(sharding)],
             [*_states(trainer.optimizers), *_masters(sharding)],
         )
+        away = {tensor.untyped_storage().data_ptr() for tensor in _away(sharding, trainer.optimizers)}
         seen: set[int] = set()
-        counts = [sum(_new_bytes(tensors, seen, strategy.root_device)) for tensors in roles]
-    return HeldBytes(*counts)
+        counts = [list(_new_memory(tensors, seen)) for tensors in roles]
+    host = sum(size for role in counts for address, size, _ in role if address in away)
+    kind = strategy.root_device.type
+    here = [sum(size for address, size, at in role if at == kind and address not in away) for role in counts]
+    return HeldBytes(*here, host)
 
 
-def _new_bytes(tensors: Iterable[Tensor], seen: set[int], device: torch.device) -> Iterator[int]:
+def _new_memory(tensors: Iterable[Tensor], seen: set[int]) -> Iterator[tuple[int, int, str]]:
+    """Address, bytes and type of device of each memory that was not seen before."""
     for tensor in tensors:
         local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        if local.device.type != device.type:
-            continue
         storage = local.untyped_storage()
         if storage.nbytes() and storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
-            yield storage.nbytes()
+            yield storage.data_ptr(), storage.nbytes(), local.device.type
+
+
+def _away(sharding: ReplicaSharding | None, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Tensor]:
+    """What an offload keeps in host memory, which on CPUs no device tells from the rest."""
+    if sharding is None or sharding.sharder.options.offload is None:
+        return
+    yield from (shard.grad for shard in _shards(sharding) if shard.grad is not None)
+    yield from _states(optimizers)
+    for bucket in sharding.sharder.buckets:
+        if bucket.has_master:
+            yield bucket.master
+        if bucket.home is not None:
+            yield bucket.own
 
 
 def _states(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Tensor]:
@@ -72,6 +93,12 @@ def _states(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Tensor]:
 def _shards(sharding: ReplicaSharding | None) -> list[torch.nn.Parameter]:
     buckets = [] if sharding is None else sharding.sharder.buckets
     return [shard for bucket in buckets for shard in bucket.shards if shard is not None]
+
+
+def _full_gradients(sharding: ReplicaSharding | None) -> list[Tensor]:
+    """Of stage 1, whose memory stays between steps."""
+    buckets = [] if sharding is None else sharding.sharder.buckets
+    return [bucket.gradient_buffer for bucket in buckets if bucket.gradient_buffer is not None]
 
 
 def _own_weights(sharding: ReplicaSharding | None) -> list[Tensor]:

@@ -147,6 +147,11 @@ class ShardBucket:
         return self.own if self.home is None else self.home.read(0, self.own_size)
 
     @property
+    def gradient_buffer(self) -> Tensor | None:
+        """Memory of the full gradient, while there is some."""
+        return self._buffer
+
+    @property
     def side(self) -> torch.device:
         """Where the optimizer's side is."""
         return self.values.device if self.storage is None else torch.device("cpu")

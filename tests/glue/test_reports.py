@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_parallel import TensorPipelineStrategy, ZeroConfig
 from lightning_parallel.callbacks import MemoryReport, PlanReport
+from lightning_parallel.planner.hardware import GIB
 from lightning_parallel.strategies import ZeroStrategy
 from tests.glue.oracle import Site, shard
 from tests.glue.training import GPT, Tokens
@@ -62,6 +63,7 @@ def compared(world_size: int, strategy: Any, module: type[Wide] = Wide, tied: bo
     return reports[0].ranks, reports[1].ranks, printed.getvalue()
 
 
+NUMBERS = 64 / GIB
 NARROW = ZeroConfig(2, gradient_dtype="parameter")
 
 
@@ -77,6 +79,10 @@ def on_two(rank: int, world_size: int) -> dict[str, Any]:
         "zero 1": compared(world_size, ZeroStrategy(1)),
         "zero 2": compared(world_size, ZeroStrategy(2)),
         "zero 3": compared(world_size, ZeroStrategy(3)),
+        "zero 1, offload": compared(world_size, ZeroStrategy(1, offload="cpu")),
+        "zero 2, offload": compared(world_size, ZeroStrategy(2, offload="cpu"), precision="bf16-true"),
+        "zero 3, offload": compared(world_size, ZeroStrategy(3, offload="cpu", offload_parameters=True)),
+        "zero 3, states alone": compared(world_size, ZeroStrategy(3, offload="cpu")),
         "zero 2, half precision": compared(world_size, ZeroStrategy(2), precision="bf16-true"),
         "zero 2, narrow": compared(world_size, ZeroStrategy(NARROW), precision="bf16-true"),
         "autocast": compared(world_size, ZeroStrategy(1), precision="bf16-mixed"),
@@ -112,7 +118,9 @@ def test_f33f_planned_states_are_held(ranks: Ranks, count: int, runs: Any) -> No
             assert len(memory) == len(plan) == count, "every rank knows of all"
             for holder, figures in enumerate(memory):
                 for kind, (planned, held) in figures.items():
-                    assert held == pytest.approx(planned, rel=0.01), f"{kind} of rank {holder}: {case}"
+                    # Parameters that are elsewhere share a single number.
+                    near = pytest.approx(planned, rel=0.01, abs=NUMBERS)
+                    assert held == near, f"{kind} of rank {holder}: {case}"
             assert all(seconds > 0 for figures in plan for seconds in figures["s/step"])
             assert ("planned / held" in printed and "planned / measured" in printed) == (rank == 0), case
 
@@ -130,3 +138,4 @@ def test_reports_say_what_they_do_not_know() -> None:
     trainer = Trainer(accelerator="cpu", devices=1, max_steps=2, callbacks=[MemoryReport()], **QUIET)
     with pytest.raises(ValueError, match="what RMSprop keeps is not known to the planner; it knows Adam"):
         trainer.fit(Odd(), Site().loader(Tokens(8), 4))
+    assert trainer.global_step == 0, "before anything was trained"

@@ -11,9 +11,10 @@ from lightning_parallel.pipeline.simulate import peak_live_micro_batches
 from lightning_parallel.planner.activations import block_bytes
 from lightning_parallel.planner.hardware import GIB, Cluster, find_gpu
 from lightning_parallel.planner.job import Candidate, TrainingJob
-from lightning_parallel.planner.memory import host_bytes, memory_by_stage, worst_stage
+from lightning_parallel.planner.memory import host_bytes, host_states_by_stage, memory_by_stage, worst_stage
 from lightning_parallel.planner.model_shape import ModelShape
 from lightning_parallel.planner.stages import live_blocks, live_micro_batches, stage_parameters
+from lightning_parallel.zero.memory import offloaded_bytes
 
 CLUSTER = Cluster(find_gpu("a100-80gb"), nodes=8)
 LLAMA = ModelShape.llama(32, 4096, 32, 11008)
@@ -129,6 +130,19 @@ def test_offloaded_states_move_to_the_host() -> None:
     assert stage.optimizer == stage.master_weights == stage.gradients == 0
     assert host["offload"] == pytest.approx(14 * LLAMA.parameters)
     assert host["start"] == pytest.approx(8 * 4 * LLAMA.parameters)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "nvme"])
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_offloaded_states_lie_where_zero_puts_them(kind: str, zero_stage: int) -> None:
+    job, ranks = job_of(LLAMA), 8
+    split = Candidate(data=ranks, zero_stage=zero_stage, offload=kind)
+    expected = offloaded_bytes(kind, zero_stage, ranks, 2, gradient_bytes=2, parameters=zero_stage == 3)
+    (stage,) = memory_by_stage(job, split)
+    host = host_bytes(job, split, ranks_per_node=4)
+    found = (stage.states, *host_states_by_stage(job, split), host["offload"] / 4, host["nvme"] / 4)
+    wanted = (expected.device, expected.host, expected.host, expected.disk)
+    assert found == pytest.approx([LLAMA.parameters * size for size in wanted])
 
 
 def test_stage_2_keeps_gradients_whole_while_micro_batches_add_up() -> None:
