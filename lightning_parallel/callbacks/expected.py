@@ -10,7 +10,7 @@ from lightning_parallel.layout import ParallelLayout
 from lightning_parallel.planner.hardware import Cluster, Gpu
 from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.model_shape import ModelShape
-from lightning_parallel.strategies.auto import AutoStrategy
+from lightning_parallel.strategies.chosen import planned_for
 from lightning_parallel.strategies.planning import device_memory, planned_gpu, planned_states
 from lightning_parallel.strategies.tensor_pipeline import TensorPipelineStrategy
 
@@ -95,8 +95,9 @@ def running_job(trainer: Trainer, shape: ModelShape, split: Candidate, batch_siz
 
 def _device(trainer: Trainer) -> Gpu:
     strategy = trainer.strategy
-    if isinstance(strategy, AutoStrategy):
-        return strategy.choice.job.cluster.gpu
+    choices = planned_for(strategy)
+    if choices is not None:
+        return choices.best.job.cluster.gpu
     return planned_gpu(strategy.root_device, device_memory(strategy.root_device) or 1.0)
 
 

@@ -23,7 +23,7 @@ from lightning_parallel.planner.hardware import GIB
 from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.memory import StageMemory, host_states_by_stage, memory_by_stage
 from lightning_parallel.planner.model_shape import ModelShape
-from lightning_parallel.strategies.auto import AutoStrategy
+from lightning_parallel.strategies.chosen import planned_for
 from lightning_parallel.strategies.held import held_bytes
 from lightning_parallel.strategies.tensor_pipeline import TensorPipelineStrategy
 
@@ -65,8 +65,9 @@ class _Report(Callback, ABC):
 
     def _shape_of(self, trainer: Trainer, module: LightningModule) -> ModelShape:
         """What was planned with, else what the module shows before `configure_model`."""
-        if isinstance(trainer.strategy, AutoStrategy):
-            return trainer.strategy.choice.job.shape
+        choices = planned_for(trainer.strategy)
+        if choices is not None:
+            return choices.best.job.shape
         try:
             return shape_of_module(module)
         except ValueError as error:

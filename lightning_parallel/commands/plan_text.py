@@ -114,12 +114,12 @@ def _memory(plan: Mapping[str, Any]) -> RenderableType:
 def _elsewhere(plan: Mapping[str, Any]) -> list[str]:
     """Memory beside that of the fullest rank: of the other stages, and of the hosts."""
     stages = plan["memory_by_stage_gib"]
-    totals = " ".join(f"{stage['total']:.1f}" for stage in stages)
+    totals = ", ".join(memory_text(stage["total"] * GIB) for stage in stages)
     held = {name: memory_text(value * GIB) for name, value in plan["host_memory_gib"].items() if value}
     where = {"start": "at the start", "offload": "of offloaded states", "nvme": "on NVMe"}
     hosts = ", ".join(f"{held[name]} {text}" for name, text in where.items() if name in held)
     return [
-        *([f"total of each stage, GiB: {totals}"] if len(stages) > 1 else []),
+        *([f"total of each stage: {totals}"] if len(stages) > 1 else []),
         *([f"host memory of a node: {hosts}"] if hosts else []),
     ]
 

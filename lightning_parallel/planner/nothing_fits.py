@@ -26,9 +26,23 @@ def states_text(job: TrainingJob) -> str:
     size, devices, word = job.shape.parameters * states, job.cluster.gpus, device_word(job.cluster)
     each = f", {memory_text(size / devices)} per {word} if split over all {devices}" if devices > 1 else ""
     return (
-        f"weights, gradients and optimizer take {states:.0f} bytes x {job.shape.parameters / 1e9:.3g}e9 parameters = "
-        f"{size / 1e9:.0f} GB{each}"
+        f"weights, gradients and optimizer take {states:.0f} bytes x {_count_text(job.shape.parameters)} parameters = "
+        f"{_decimal_text(size)}{each}"
     )
+
+
+def _count_text(parameters: int) -> str:
+    if parameters < 1e9:
+        return f"{parameters:,}"
+    return f"{parameters / 1e9:.3g}e9" if parameters < 1e12 else f"{parameters:.3g}"
+
+
+def _decimal_text(size: float) -> str:
+    """Bytes in thousands, as parameters are counted."""
+    for unit, one in (("GB", 1e9), ("MB", 1e6)):
+        if size >= 10 * one:
+            return f"{size / one:.0f} {unit}"
+    return f"{size / 1e3:.0f} kB"
 
 
 def why_nothing_fits(result: SearchResult) -> list[str]:

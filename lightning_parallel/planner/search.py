@@ -77,7 +77,7 @@ def _with_offload_where_it_helps(job: TrainingJob, given: dict[str, Any]) -> Sea
     result = runnable_layouts(job, {"offload": "none", **given})
     if not result.plans and not result.rejected:
         raise ValueError(no_layout_text(job.cluster, given))
-    if "offload" in given or given.get("zero_stage") == 0:
+    if "offload" in given or _cannot_move(job, given):
         return result
     if result.plans:
         limit = result.plans[0].time.total * (1 - WORTHWHILE)
@@ -89,6 +89,11 @@ def _with_offload_where_it_helps(job: TrainingJob, given: dict[str, Any]) -> Sea
         if moved.plans:
             return replace(moved, rejected=moved.rejected + result.rejected)
     return result
+
+
+def _cannot_move(job: TrainingJob, given: Mapping[str, Any]) -> bool:
+    """Whether there are no shards, or no other memory than that of the host, for an offload to move."""
+    return given.get("zero_stage") == 0 or job.cluster.gpu.is_host
 
 
 def _undercutting(job: TrainingJob, fixed: dict[str, Any], limit: float) -> list[Plan]:
@@ -106,7 +111,7 @@ def _undercutting(job: TrainingJob, fixed: dict[str, Any], limit: float) -> list
 
 def _across_nodes(job: TrainingJob, given: dict[str, Any]) -> SearchResult | None:
     """Layouts with tensor groups over slow links, with as little offload as it takes; None if nothing fits even so."""
-    kinds = ["none"] if given.get("zero_stage") == 0 else ["none", "cpu", "nvme"]
+    kinds = ["none"] if _cannot_move(job, given) else ["none", "cpu", "nvme"]
     for offload in [given["offload"]] if "offload" in given else kinds:
         choices = [{**given, "offload": offload, "tensor": tensor} for tensor in wide_tensors(job)]
         found = [runnable_layouts(job, fixed) for fixed in choices if anything_fits(job, fixed)]

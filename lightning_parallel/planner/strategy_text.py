@@ -87,6 +87,8 @@ def peers(job: TrainingJob, split: Candidate) -> dict[str, dict[str, Any]]:
         return {}
     if not split.zero_stage:
         return {"ddp": {"class_path": _DDP, "init_args": {}}}
+    if job.cluster.gpu.is_host:
+        return {}  # the others need GPUs
     found: dict[str, dict[str, Any]] = {}
     keeps_copies = not (job.narrow and job.states == "true")
     # DeepSpeed keeps files only for what stage 3 shards.

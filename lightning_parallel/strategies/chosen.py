@@ -13,7 +13,7 @@ from lightning_parallel.strategies.config import ZeroConfig
 from lightning_parallel.strategies.planning import planned_zero
 from lightning_parallel.strategies.tensor_pipeline import TensorPipelineStrategy
 
-__all__ = ["RunnableChoices"]
+__all__ = ["RunnableChoices", "planned_for"]
 
 _OURS = "lightning_parallel"
 _PEERS: dict[str, type[Strategy]] = {"ddp": DDPStrategy, "fsdp": FSDPStrategy, "deepspeed": DeepSpeedStrategy}
@@ -88,3 +88,9 @@ class RunnableChoices(Choices):
                 "stages 2 and 3, and deepspeed stages 1 to 3"
             )
         return found[runtime]
+
+
+def planned_for(strategy: Strategy) -> RunnableChoices | None:
+    """What was planned for the run of a strategy: by itself, or by the one in whose place it is."""
+    found = getattr(strategy, "choices", None)
+    return found if isinstance(found, RunnableChoices) else None

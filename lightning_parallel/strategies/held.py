@@ -54,10 +54,12 @@ def held_bytes(trainer: Trainer, module: LightningModule) -> HeldBytes:
         away = {tensor.untyped_storage().data_ptr() for tensor in _away(sharding, trainer.optimizers)}
         seen: set[int] = set()
         counts = [list(_new_memory(tensors, seen)) for tensors in roles]
-    host = sum(size for role in counts for address, size, _ in role if address in away)
     kind = strategy.root_device.type
-    here = [sum(size for address, size, at in role if at == kind and address not in away) for role in counts]
-    return HeldBytes(*here, host)
+    weights, gradients, optimizer = (
+        sum(size for address, size, at in role if at == kind and address not in away) for role in counts
+    )
+    host = sum(size for role in counts for address, size, _ in role if address in away)
+    return HeldBytes(weights, gradients, optimizer, host)
 
 
 def _new_memory(tensors: Iterable[Tensor], seen: set[int]) -> Iterator[tuple[int, int, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, FSDPPrecision, Precision
@@ -52,7 +53,8 @@ def succeed(trainer: Trainer, choices: RunnableChoices, runtime: str) -> None:
         choices: what was planned.
         runtime: see `lightning_runtime`.
     """
-    strategy = choices.strategy(runtime)
+    strategy: Any = choices.strategy(runtime)
+    strategy.choices = choices  # for reports, see `planned_for`
     take_over(trainer, strategy)
     strategy.setup_environment()
     name = type(strategy).__name__

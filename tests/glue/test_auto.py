@@ -127,10 +127,12 @@ def runs(rank: int, world_size: int, tight: float) -> Any:
     chosen = [trained(choices.strategy(), world_size, 4)]
     module, site = GPT(layers=4, width=8), PeerSite((1, 1, world_size), rank)  # ddp's own sampler would shuffle
     planned = AutoStrategy(memory_gib=AMPLE, runtime="lightning", batch_size=4, zero_stage=0)
-    trainer = site.trainer(strategy=planned, devices=world_size, max_steps=2)
+    seen = MemoryReport()
+    trainer = site.trainer(strategy=planned, devices=world_size, max_steps=2, callbacks=[seen])
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.fit(module, site.loader(Tokens(16), 8))
     assert type(trainer.strategy) is DDPStrategy
+    assert seen.shape is planned.choice.job.shape, "reports know what was planned for a successor, too"
     assert planned.choice.plan.split.data == world_size
     chosen.append(weights(module))
     split = AutoStrategy(memory_gib=AMPLE, runtime="lightning", tensor_parallel_size=2)
@@ -379,6 +381,11 @@ def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
 def test_lightning_runs_what_it_can(fixed: dict[str, Any], device: str, precision: str, runtime: str | None) -> None:
     choices = choices_of(**{"tensor": 1, "pipeline": 1, "micro_batch": 8, **fixed})
     assert lightning_runtime(choices, device, precision) == runtime
+
+
+def test_fsdp_and_deepspeed_need_gpus() -> None:
+    job = TrainingJob(typical_shape(2e6), Cluster(cpu_process(AMPLE), 2), 2, precision="fp32")
+    assert [list(peers(job, Candidate(data=2, zero_stage=stage))) for stage in (0, 3)] == [["ddp"], []]
 
 
 def test_a_successor_takes_what_the_trainer_was_given() -> None:

@@ -293,7 +293,7 @@ def test_wrong_values_end_in_one_line(arguments: str, message: str, capsys: pyte
         (
             "plan --params 70e9 --gpu a100-80gb --nodes 4 --tp 8 --pp 4 --zero 0",
             [
-                "total of each stage, GiB: 48.4 ",
+                "total of each stage: 48.4 GiB, ",
                 "host memory of a node: ",
                 "at the start",
                 "tokens per day, ",

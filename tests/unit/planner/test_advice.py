@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,6 +95,11 @@ def test_cpus_and_single_things_are_named_as_they_are() -> None:
     (sentence,) = advice(search(job, {"tensor": 1, "pipeline": 1}))
     assert "Data parallel over 2 CPUs: the whole model fits on one CPU" in sentence
     assert "MiB of 0.5 GiB" in sentence
+    tight_job = replace(job, cluster=Cluster(cpu_process(0.03), gpus_per_node=2))
+    found = search(tight_job, {"tensor": 2})
+    assert {plan.split.offload for plan in found.plans} == {"none"}, "there is no other memory to move to"
+    (tight,) = advice(found)
+    assert "16 bytes x 2,000,000 parameters = 32 MB, 15.3 MiB per CPU" in tight
     tiny = TrainingJob(typical_shape(2e6, seq=64), Cluster(cpu_process(0.01), gpus_per_node=1), 1, precision="fp32")
     assert "MiB" in search(tiny, {"offload": "none"}).rejected[0].reason
     assert "0.0" not in search(tiny, {"offload": "none"}).rejected[0].reason
