@@ -7,7 +7,7 @@ from dataclasses import replace
 from lightning_parallel.planner.hardware import GIB
 from lightning_parallel.planner.job import TrainingJob
 from lightning_parallel.planner.memory import memory_by_stage, worst_stage
-from lightning_parallel.planner.nothing_fits import states_text, why_nothing_fits
+from lightning_parallel.planner.nothing_fits import host_text, states_text, why_nothing_fits
 from lightning_parallel.planner.search import USABLE_MEMORY, Plan, SearchResult
 from lightning_parallel.planner.units import device_word, memory_text, plural
 
@@ -25,10 +25,7 @@ def advice(result: SearchResult) -> list[str]:
 
 def _offloading(plan: Plan, without: Plan | None) -> str:
     """What offloading takes, and what it is faster than where it was not given."""
-    split = plan.split
-    size = plan.host["offload" if split.offload == "cpu" else "nvme"] / GIB
-    kind = "host memory" if split.offload == "cpu" else "NVMe"
-    costs = f"takes {size:.0f} GiB of {kind} per node and {plan.time.offload:.3g} s of a step"
+    costs = f"takes {host_text(plan)} per node and {plan.time.offload:.3g} s of a step"
     if without is None:
         return f"Offloading as given {costs}."
     other, gain = without.split, without.time.total / plan.time.total - 1

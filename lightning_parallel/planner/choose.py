@@ -16,7 +16,7 @@ from lightning_parallel.planner.hardware import GIB
 from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.report import result_data
 from lightning_parallel.planner.runnable import missing
-from lightning_parallel.planner.search import Plan, Rejected, SearchResult, rank_layouts
+from lightning_parallel.planner.search import USABLE_MEMORY, Plan, Rejected, SearchResult, rank_layouts
 from lightning_parallel.planner.units import memory_text, plural
 
 __all__ = ["NOTABLE", "Choice", "Choices", "choose", "last_resort"]
@@ -70,8 +70,10 @@ class Choices:
             return f"no layout runs this job: {reasons or 'no sizes fill the devices'}"
         job, entry = min(known, key=lambda pair: pair[1].plan.worst.total if pair[1].plan else 0.0)
         split = entry.split
-        moves = split.offload == "cpu"
-        offloaded, memory = (" and states in host memory", "more host memory, ") if moves else ("", "")
+        usable = USABLE_MEMORY * job.cluster.gpu.memory_gib * GIB
+        offloaded = " and states in host memory" if split.offload == "cpu" else ""
+        lacks_host = entry.plan is not None and entry.plan.worst.total <= usable
+        memory = "more host memory, " if lacks_host else ""
         return (
             f"no layout of {plural(job.cluster.gpus, 'device')} with "
             f"{memory_text(job.cluster.gpu.memory_gib * GIB)} each holds {job.shape.parameters:,} parameters "

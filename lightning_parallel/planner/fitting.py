@@ -25,7 +25,7 @@ from lightning_parallel.planner.memory import (
     memory_by_stage,
     worst_stage,
 )
-from lightning_parallel.planner.units import memory_text, plural
+from lightning_parallel.planner.units import memory_text, plural, whole_memory_text
 from lightning_parallel.planner.variants import micro_batches, orders, recomputes, sequence_parallelism
 
 __all__ = [
@@ -201,5 +201,6 @@ def _host_lacks(job: TrainingJob, split: Candidate) -> str:
     needed = host_bytes(job, split, job.cluster.gpus_per_node)
     for name, known, kind in (("offload", job.cluster.host_gib, "host memory"), ("nvme", job.cluster.nvme_gib, "NVMe")):
         if known and needed[name] / GIB > known:
-            return f"offloading needs {needed[name] / GIB:.0f} GiB of {kind} per node, there are {known:.0f} GiB"
+            lacking = f"offloading needs {whole_memory_text(needed[name])} of {kind} per node"
+            return f"{lacking}, there are {whole_memory_text(known * GIB)}"
     return ""

@@ -10,9 +10,9 @@ from lightning_parallel.planner.hardware import GIB
 from lightning_parallel.planner.job import TrainingJob
 from lightning_parallel.planner.memory import EXACT_TERMS
 from lightning_parallel.planner.search import USABLE_MEMORY, Plan, SearchResult, anything_fits, runnable_layouts
-from lightning_parallel.planner.units import device_word, memory_text, plural
+from lightning_parallel.planner.units import device_word, memory_text, plural, whole_memory_text
 
-__all__ = ["states_text", "why_nothing_fits"]
+__all__ = ["host_text", "states_text", "why_nothing_fits"]
 
 MOST_NODES = 64
 # Part of the parameters that adapters of rank 8 or 16 usually train.
@@ -146,20 +146,21 @@ def _offloaded(result: SearchResult, best: Plan) -> str:
     inside = next((plan for plan in result.plans if 1 < plan.split.tensor <= domain), None)
     beside = f", beside {_sizes(best)}" if best.split.tensor * best.split.pipeline > 1 else ""
     text = (
-        f"ZeRO-{best.split.zero_stage} with offload fits{beside}: it needs {_host_text(best)} per node and takes "
+        f"ZeRO-{best.split.zero_stage} with offload fits{beside}: it needs {host_text(best)} per node and takes "
         f"{best.time.total:.3g} s per step"
     )
     if inside is None or best.split.tensor > 1:
         return f"{text}."
     return (
         f"{text}; tensor parallelism {inside.split.tensor} inside the node with ZeRO-{inside.split.zero_stage} "
-        f"({_sizes(inside)}) needs {_host_text(inside)} and takes {inside.time.total:.3g} s."
+        f"({_sizes(inside)}) needs {host_text(inside)} and takes {inside.time.total:.3g} s."
     )
 
 
-def _host_text(plan: Plan) -> str:
-    name, kind = ("offload", "host memory") if plan.split.offload == "cpu" else ("nvme", "NVMe")
-    return f"{plan.host[name] / GIB:.0f} GiB of {kind}"
+def host_text(plan: Plan) -> str:
+    """What a node's host memory and disks take of offloaded states."""
+    kinds = (("nvme", "NVMe"), ("offload", "host memory"))
+    return " and ".join(f"{whole_memory_text(plan.host[name])} of {kind}" for name, kind in kinds if plan.host[name])
 
 
 def _more_nodes(result: SearchResult) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_parallel.planner.hardware import GIB, Cluster
 
-__all__ = ["device_word", "memory_text", "plural"]
+__all__ = ["device_word", "memory_text", "plural", "whole_memory_text"]
 
 
 def plural(count: int, word: str) -> str:
@@ -27,6 +27,15 @@ def memory_text(size: float) -> str:
     if size >= 0.1 * 2**20:
         return f"{size / 2**20:.1f} MiB"
     return f"{size / 2**10:.1f} KiB" if size else "0 KiB"
+
+
+def whole_memory_text(size: float) -> str:
+    """Bytes of what there is much of, such as host memory.
+
+    >>> whole_memory_text(193.7 * 2**30), whole_memory_text(72.8 * 2**20)
+    ('194 GiB', '72.8 MiB')
+    """
+    return f"{size / GIB:.0f} GiB" if size >= 10 * GIB else memory_text(size)
 
 
 def device_word(cluster: Cluster) -> str:

@@ -421,6 +421,9 @@ def test_states_go_to_the_host_where_nothing_fits_otherwise() -> None:
         ValueError, match="and states in host memory, offloading needs 194 GiB .*there are 64 GiB; use more host memory"
     ):
         AutoStrategy.plan(torch.nn.Identity(), small, 1, "bf16-mixed", shape).strategy()
+    tiny = replace(cluster, gpu=replace(cluster.gpu, memory_gib=2))
+    with pytest.raises(ValueError, match="states in host memory, needs .* usable are 1.9 GiB; use more devices, a"):
+        AutoStrategy.plan(torch.nn.Identity(), tiny, 1, "bf16-mixed", shape).strategy()
     refused = AutoStrategy.plan(torch.nn.Identity(), cluster, 1, "bf16-mixed", shape, {"offload": "none"})
     assert not refused.ranked, "what is given is kept"
 

@@ -336,6 +336,15 @@ def test_thirteen_billion_on_one_small_card_offload() -> None:
     assert "frozen weights take 26 GB" in sentences[-1]
 
 
+def test_gradients_of_states_on_disk_wait_in_host_memory() -> None:
+    job = TrainingJob(typical_shape(7e9), Cluster(find_gpu("h100-80gb"), host_gib=12), 8)
+    result = search(job, {"offload": "nvme", "zero_stage": 2, "tensor": 1, "pipeline": 1})
+    assert not result.plans
+    assert "needs 13 GiB of host memory per node, there are 12 GiB" in result.rejected[0].reason
+    (sentence,) = advice(search(replace(job, cluster=Cluster(job.cluster.gpu)), dict(result.fixed)))
+    assert "takes 78 GiB of NVMe and 13 GiB of host memory per node" in sentence
+
+
 def test_too_little_host_memory_is_a_reason() -> None:
     job = TrainingJob(typical_shape(13e9), Cluster(find_gpu("rtx-4090"), gpus_per_node=1, host_gib=64), 4)
     result = search(job, {"offload": "cpu", "zero_stage": 3})
