@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
@@ -23,7 +25,7 @@ from lightning_parallel.planner.job import RECOMPUTES
 from lightning_parallel.planner.model_shape import ModelShape
 from lightning_parallel.strategies import _compat
 from lightning_parallel.strategies.chosen import RunnableChoices
-from lightning_parallel.strategies.config import LossConfig
+from lightning_parallel.strategies.config import LossConfig, ZeroConfig
 from lightning_parallel.strategies.left_apart import refuse_left_apart
 from lightning_parallel.strategies.planning import (
     PlannedPipeline,
@@ -59,7 +61,8 @@ class AutoStrategy(TensorPipelineStrategy):
         seq: tokens per sequence; learned positions or the transformers configuration tell if 0.
         recompute: what the model itself recomputes in its backward pass: "none", "selective" or "full". If None, "full"
             for a transformers model with gradient checkpointing switched on.
-        zero_stage: to fix it.
+        zero_stage: to fix it, and with a `ZeroConfig` also where states lie and what gradients are; of stage 3, an
+            offload moves the parameters, too.
         runtime: who runs the plan. "lightning_parallel" runs every plan itself, also plain and ZeRO data parallelism,
             so that logged values, odd last batches and unused parameters are treated alike whatever is planned.
             "lightning" leaves plans to Lightning's own strategies where these suffice (see `lightning_runtime`) and
@@ -79,7 +82,7 @@ class AutoStrategy(TensorPipelineStrategy):
         shape: ModelShape | None = None,
         seq: int = 0,
         recompute: str | None = None,
-        zero_stage: int | None = None,
+        zero_stage: int | ZeroConfig | None = None,
         runtime: str = "lightning_parallel",
         **kwargs: Any,
     ) -> None:
@@ -91,8 +94,13 @@ class AutoStrategy(TensorPipelineStrategy):
                 f"loss_weight={self.loss_config.weight!r} and non_finite={self.loss_config.non_finite!r} are not in "
                 "Lightning's own strategies, which runtime='lightning' may choose; leave them out, or the runtime"
             )
-        if memory_gib is not None and not memory_gib > 0:
+        if memory_gib is not None and not (isinstance(memory_gib, int | float) and 0 < memory_gib < math.inf):
             raise ValueError(f"memory_gib={memory_gib!r} is not the memory of a device; use GiB, such as 80")
+        if batch_size is not None:
+            _check_count("batch_size", batch_size, least=1)
+        _check_count("seq", seq, least=0)
+        if not isinstance(shape, ModelShape | None):
+            raise ValueError(f"shape={shape!r} is no ModelShape; use lightning_parallel.planner.model_shape.ModelShape")
         if recompute is not None and recompute not in RECOMPUTES:
             raise ValueError(f"recompute={recompute!r} is unknown; use {' or '.join(map(repr, RECOMPUTES))}")
         self.memory_gib = memory_gib
@@ -102,7 +110,9 @@ class AutoStrategy(TensorPipelineStrategy):
         self.seq = seq
         self.recompute = recompute
         self.runtime = runtime
-        self._fixed_zero = {} if zero_stage is None else {"zero_stage": zero_stage}
+        self._fixed_zero: dict[str, Any] = {} if zero_stage is None else {"zero_stage": self.zero_config.stage}
+        if self.zero_config.offload is not None:
+            self._fixed_zero["offload"] = self.zero_config.offload
         self.choices: RunnableChoices | None = None
 
     @property
@@ -124,6 +134,7 @@ class AutoStrategy(TensorPipelineStrategy):
         precision: str = "32-true",
         shape: ModelShape | None = None,
         fixed: Mapping[str, Any] | None = None,
+        gradient_dtype: str = "float32",
     ) -> RunnableChoices:
         """What the strategy would choose, without a trainer, a process or a weight, and what runs it.
 
@@ -136,17 +147,20 @@ class AutoStrategy(TensorPipelineStrategy):
             precision: as for the Trainer.
             shape: sizes of the model, instead of the module's.
             fixed: fields of `planner.job.Candidate` that are given.
+            gradient_dtype: see `ZeroConfig`.
 
         Raises:
             ValueError: a field or value in ``fixed`` that no candidate has, or sizes that do not fill the devices.
         """
+        _check_count("batch_size", batch_size, least=1)
         given = dict(fixed or {})
         refuse_unknown(given)
         found = shape or shape_of_module(module)
-        chosen = choose(zero_cases(found, cluster, batch_size, precision, given), why_not)
+        cases = partial(zero_cases, found, cluster, batch_size, precision, gradient_dtype=gradient_dtype)
+        chosen = choose(cases(given), why_not)
         if "offload" not in given and not cluster.gpu.is_host:
             moved = {**given, "offload": "cpu"}
-            chosen = last_resort(chosen, zero_cases(found, cluster, batch_size, precision, moved), why_not)
+            chosen = last_resort(chosen, cases(moved), why_not)
         if not chosen.ranked and not chosen.rejected:
             raise ValueError(no_layout_text(cluster, given))
         return RunnableChoices(**vars(chosen))
@@ -188,7 +202,8 @@ class AutoStrategy(TensorPipelineStrategy):
         shape = self.shape or _read_shape(module, self.seq)
         cluster = Cluster(gpu, self.num_processes, self.num_nodes, host_gib=host)
         precision = str(self.precision_plugin.precision)
-        return self.plan(module, cluster, self._batch(), precision, shape, self._fixed(module))
+        sums = self.zero_config.gradient_dtype
+        return self.plan(module, cluster, self._batch(), precision, shape, self._fixed(module), sums)
 
     def _adopt(self, choice: Choice) -> None:
         split = choice.plan.split
@@ -231,6 +246,11 @@ class AutoStrategy(TensorPipelineStrategy):
                 "AutoStrategy(memory_gib=4)"
             )
         return memory
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value!r} does not count anything; use a whole number of at least {least}")
 
 
 def _read_shape(module: nn.Module, seq: int) -> ModelShape:

@@ -58,7 +58,8 @@ def even_or_planned(strategy: Any, even: ParallelLayout, sizes: tuple[Any, Any])
         return even
     batch = _compat.training_batch_size(strategy._trainer()) or 1
     precision = str(strategy.precision_plugin.precision)
-    ranked = choose(zero_cases(shape, cluster, batch, precision, _fixed(strategy)), why_not).ranked
+    cases = zero_cases(shape, cluster, batch, precision, _fixed(strategy), strategy.zero_config.gradient_dtype)
+    ranked = choose(cases, why_not).ranked
     if not ranked:
         return even
     split = ranked[0].plan.split

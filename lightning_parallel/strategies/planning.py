@@ -76,12 +76,17 @@ def planned_states(precision: str, zero_stage: int, gradient_dtype: str = "float
 
 
 def zero_cases(
-    shape: ModelShape, cluster: Cluster, batch_size: int, precision: str, fixed: dict[str, Any]
+    shape: ModelShape,
+    cluster: Cluster,
+    batch_size: int,
+    precision: str,
+    fixed: dict[str, Any],
+    gradient_dtype: str = "float32",
 ) -> Iterator[tuple[TrainingJob, dict[str, Any]]]:
     """A job for each ZeRO stage: the bytes of its states depend on it. What is offloaded has to be sharded."""
     for stage in (0, 1, 2, 3) if fixed.get("offload", "none") == "none" else (1, 2, 3):
         if fixed.get("zero_stage", stage) == stage:
-            products, kept = planned_states(precision, stage)
+            products, kept = planned_states(precision, stage, gradient_dtype)
             job = TrainingJob(shape, cluster, batch_size, precision=products, states=kept)
             yield job, {**fixed, "zero_stage": stage}
 
@@ -89,7 +94,7 @@ def zero_cases(
 def why_not(job: TrainingJob, split: Candidate) -> str:
     """Why a strategy here does not run a split; empty if one does."""
     if split.zero_stage and split.data == 1 and split.offload == "none":
-        return "there is one replica only, nothing to shard over"
+        return "there is one replica only, nothing to shard over; use ZeRO stage 0"
     try:
         ZeroConfig(split.zero_stage)
     except ValueError as error:

@@ -251,6 +251,18 @@ def test_an_offload_that_is_given_is_planned_with_what_can_be_moved_and_told() -
     assert choices.strategy().zero_config.offload == "cpu"
 
 
+def test_options_of_zero_are_kept() -> None:
+    given = ZeroConfig(stage=2, offload="cpu", gradient_dtype="parameter")
+    strategy = AutoStrategy(memory_gib=AMPLE, zero_stage=given)
+    with contextlib.redirect_stdout(io.StringIO()):
+        trained(strategy, 1, 8)
+    assert strategy.zero_config == given
+    assert strategy.choice.plan.split.offload == "cpu"
+    arguments = (torch.nn.Identity(), Cluster(find_gpu("h100-80gb")), 8, "bf16-true", typical_shape(1e9))
+    wide, narrow = (AutoStrategy.plan(*arguments, {"zero_stage": 2}, dtype) for dtype in ("float32", "parameter"))
+    assert wide.best.plan.worst.gradients == 2 * narrow.best.plan.worst.gradients
+
+
 def test_a_schedule_that_is_given_leaves_runs_without_stages_alone() -> None:
     choices = choices_of(schedule="zb-v")
     assert choices.best.plan.split.pipeline == 1
@@ -355,6 +367,10 @@ def test_states_on_the_host_beside_tensor_ranks_are_proposed_and_run_as_written(
     ("options", "text"),
     [
         ({"memory_gib": 0}, "memory_gib=0 is not the memory of a device"),
+        ({"memory_gib": "80"}, "memory_gib='80' is not the memory of a device"),
+        ({"batch_size": 0}, "batch_size=0 does not count anything; use a whole number of at least 1"),
+        ({"seq": -1}, "seq=-1 does not count anything"),
+        ({"shape": "7e9"}, "shape='7e9' is no ModelShape"),
         ({"recompute": "some"}, "recompute='some' is unknown; use 'none' or"),
         ({"gpu": "h100"}, "GPU 'h100' is unknown"),
         ({"zero_stage": 7}, "stage 7 of ZeRO is not available"),
