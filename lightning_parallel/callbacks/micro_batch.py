@@ -186,14 +186,18 @@ class MicroBatchSizer(Callback):
 
 def _holder(trainer: Trainer, module: LightningModule) -> Any:
     """Who holds the batch size."""
+    if _compat.has_given_loader(trainer):
+        raise ValueError(
+            "a DataLoader passed to fit() cannot be changed; leave it out and let train_dataloader() of the module or "
+            "of a datamodule make it with the attribute batch_size"
+        )
     datamodule = getattr(trainer, "datamodule", None)
     for holder in (datamodule, module):
         size = getattr(holder, "batch_size", None)
         if isinstance(size, int) and not isinstance(size, bool) and size > 0:
             return holder
     raise ValueError(
-        "neither the module nor a datamodule has an attribute batch_size, a whole number that train_dataloader() uses; "
-        "a DataLoader passed to fit() cannot be changed"
+        "neither the module nor a datamodule has an attribute batch_size, a whole number that train_dataloader() uses"
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import Strategy
@@ -37,6 +37,7 @@ __all__ = [
     "example_training_batch",
     "forget_training_data",
     "hand_over",
+    "has_given_loader",
     "is_compiled",
     "is_resuming",
     "logged_to",
@@ -214,6 +215,12 @@ def take_original_loader(trainer: Trainer, rebuilt: object) -> DataLoader[Any] |
     original = given_out.popleft() if given_out else None
     alike = isinstance(original, DataLoader) and original.dataset is getattr(rebuilt, "dataset", None)
     return original if alike else None
+
+
+def has_given_loader(trainer: Trainer) -> bool:
+    """Whether `fit` was called with a loader of its own, beside what the module or a datamodule would make."""
+    source = trainer.fit_loop._data_source.instance
+    return source is not None and not isinstance(source, LightningModule | LightningDataModule)
 
 
 def training_batch_size(trainer: Trainer) -> int | None:

@@ -328,6 +328,9 @@ def test_batches_that_cannot_be_sized_are_refused() -> None:
     del module.batch_size
     with pytest.raises(ValueError, match="neither the module nor a datamodule has an attribute batch_size"):
         trainer(MicroBatchSizer(), max_steps=1).fit(module)
+    given = Sized(1, 8, 1)
+    with pytest.raises(ValueError, match=r"a DataLoader passed to fit\(\) cannot be changed; leave it out"):
+        trainer(MicroBatchSizer(), max_steps=1).fit(given, given.train_dataloader())
     with pytest.raises(ValueError, match="GradientAccumulationScheduler and MicroBatchSizer both set"):
         trainer(MicroBatchSizer(), GradientAccumulationScheduler({0: 2}), max_steps=1).fit(Sized(1, 8, 1))
 
