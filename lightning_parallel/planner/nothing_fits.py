@@ -15,6 +15,8 @@ from lightning_parallel.planner.units import device_word, memory_text, plural, w
 __all__ = ["host_text", "states_text", "why_nothing_fits"]
 
 MOST_NODES = 64
+# Numbers of nodes on which something would fit, but no strategy runs it, before that is taken for the rule.
+MOST_MISSES = 6
 # Part of the parameters that adapters of rank 8 or 16 usually train.
 ADAPTERS = 0.005
 _OPTIONS = {"tensor": "tp", "pipeline": "pp", "data": "dp", "context": "cp", "zero_stage": "zero"}
@@ -171,9 +173,14 @@ def _more_nodes(result: SearchResult) -> Iterator[str]:
     if least > MOST_NODES:
         yield f"Without offloading, the states alone need {least} nodes."
         return
+    missed = 0
     for nodes in range(max(job.cluster.nodes + 1, least), MOST_NODES + 1):
         larger = replace(job, cluster=replace(job.cluster, nodes=nodes), global_batch=job.global_batch * nodes)
-        plan = _fastest(larger, {}) if anything_fits(larger, {"offload": "none"}) else None
+        if missed == MOST_MISSES:
+            return
+        if not anything_fits(larger, {"offload": "none"}):
+            continue
+        plan, missed = _fastest(larger, {}), missed + 1
         if plan is not None:
             split = plan.split
             yield (
