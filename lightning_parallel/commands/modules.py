@@ -7,6 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +36,8 @@ def parameter_count(module: nn.Module) -> int:
 def shape_of_module_path(path: str, *, heads: int = 0, seq: int = 0) -> ModelShape:
     """The shape of ``package.module:Class``, built without arguments on the meta device.
 
+    What its code prints goes to standard error: the answer may be JSON.
+
     Raises:
         ValueError: it cannot be imported or built, or has no repeated blocks.
     """
@@ -42,13 +45,14 @@ def shape_of_module_path(path: str, *, heads: int = 0, seq: int = 0) -> ModelSha
     if not name or not package.strip("."):
         raise ValueError(f"--module {path} names no class of a module; write package.module:Class")
     try:
-        found = _import_here(package)
+        with redirect_stdout(sys.stderr):
+            found = _import_here(package)
     except (Exception, SystemExit) as error:
         raise ValueError(f"--module {path} cannot be imported: {error}") from error
     if not hasattr(found, name):
         raise ValueError(f"--module {path}: {package} has no {name}")
     try:
-        with torch.device("meta"):
+        with redirect_stdout(sys.stderr), torch.device("meta"):
             module = getattr(found, name)()
     except (Exception, SystemExit) as error:
         raise ValueError(f"--module {path} cannot be built without arguments: {error}") from error

@@ -55,6 +55,20 @@ def test_plan_answers_as_data_and_as_text(capsys: pytest.CaptureFixture[str]) ->
     assert "Tensor parallelism 4 stays inside the node" in text
 
 
+def test_what_a_module_prints_is_no_part_of_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ("print('imported')", "from torch import nn", "def Model():", "    print('built')")
+    blocks = "[nn.Linear(8, 8) for _ in range(3)]"
+    layers = f"    return nn.Sequential(nn.Embedding(9, 8), nn.Sequential(*{blocks}))"
+    (tmp_path / "noisy_model.py").write_text("\n".join((*lines, layers)))
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--module", "noisy_model:Model", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["model"]["parameters"] == 9 * 8 + 3 * (8 * 8 + 8)
+    assert captured.err.split() == ["imported", "built"]
+
+
 def test_a_slower_gpu_is_slower_in_all_precisions(capsys: pytest.CaptureFixture[str]) -> None:
     """Attention runs in 16 bit beside products in 8."""
     arguments = ["plan", "--params", "7e9", "--seq", "131072", "--gpu-memory", "1000", "--precision", "fp8", "--json"]
