@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops import _EvaluationLoop, _FitLoop, _PredictionLoop, _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
@@ -17,6 +18,7 @@ from lightning_parallel.strategies.samples import divides_evenly
 
 __all__ = [
     "agree_in_loops",
+    "batches_behind",
     "before_transfer",
     "evaluation_position",
     "has_training_data",
@@ -76,6 +78,14 @@ def evaluation_position(trainer: Trainer, name: str, args: tuple[Any, ...]) -> t
 def _limits(owner: Any) -> list[Any]:
     limits = owner.max_batches
     return limits if isinstance(limits, list) else [limits] * owner.num_dataloaders
+
+
+def batches_behind(trainer: Trainer) -> int:
+    """Batches of this epoch that an interrupted run took, and that the training dataloader does not give again.
+
+    Loaders without a state begin anew, as Lightning warns.
+    """
+    return trainer.fit_loop.batch_idx if isinstance(trainer.train_dataloader, _Stateful) else 0
 
 
 # ------------------------------------------------------------------------------------------------ decisions

@@ -72,6 +72,12 @@ def real_samples(loader: Any, replicas: int, data_rank: int) -> int | None:
     return (total - data_rank + replicas - 1) // replicas
 
 
+def _full_size(loader: DataLoader[Any], seen: int) -> int:
+    """Samples of every batch but the last; as many as one was seen to have if the loader does not tell."""
+    told = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    return told if isinstance(told, int) else seen
+
+
 class SampleCounter:
     """Counts the samples of one pass over a loader and cuts repeated ones off."""
 
@@ -79,10 +85,16 @@ class SampleCounter:
         self.replicas = replicas
         self.data_rank = data_rank
         self._seen: dict[Any, int] = {}
+        self._taken = 0
 
-    def start(self) -> None:
-        """A new pass over every loader begins."""
+    def start(self, taken: int = 0) -> None:
+        """A new pass over every loader begins.
+
+        Args:
+            taken: batches of it that an earlier run has taken, behind which the loaders go on.
+        """
         self._seen.clear()
+        self._taken = taken
 
     def keep_real(self, batch: Any, loader: Any, key: Any = 0) -> tuple[Any, bool]:
         """The batch without repeated samples.
@@ -94,7 +106,7 @@ class SampleCounter:
         size = batch_size(batch) if limit is not None else None
         if limit is None or size is None:
             return batch, True
-        seen = self._seen.get(key, 0)
+        seen = self._seen.get(key, self._taken * _full_size(loader, size))
         self._seen[key] = seen + size
         left = limit - seen
         if left >= size:

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_parallel.strategies import _compat
-from lightning_parallel.strategies._compat_loops import evaluation_position, skips_backward
+from lightning_parallel.strategies._compat_loops import batches_behind, evaluation_position, skips_backward
 from lightning_parallel.strategies.samples import divides_evenly
 from lightning_parallel.strategies.steps import StepRunner
 from lightning_parallel.strategies.whole_checkpoints import WholeCheckpointStrategy
@@ -45,12 +45,13 @@ class SteppingStrategy(WholeCheckpointStrategy):
         trainer = self._trainer()
         if trainer.current_epoch != self._epoch:
             self._epoch = trainer.current_epoch
-            self._training_samples.start()
+            self._training_samples.start(batches_behind(trainer))
         batch, counts = self._training_samples.keep_real(args[0], trainer.train_dataloader)
         rest = args[1:]
 
         def call(part: Any) -> Any:
-            with self._sight.watched("training_step"), self.precision_plugin.train_step_context():
+            # Replicas may have different numbers of micro-batches, and meet after the last one.
+            with self._sight.watched("training_step", runner.is_direct), self.precision_plugin.train_step_context():
                 return module.training_step(part, *rest, **kwargs)
 
         number = (trainer.fit_loop.total_batch_idx,)
@@ -60,6 +61,8 @@ class SteppingStrategy(WholeCheckpointStrategy):
         if first:
             self._put_gradients_aside()
         output = runner.train_schedule(call, batch, counts, number)
+        if skips_backward(trainer):
+            self._sight.meet()
         if first:
             self._swap_gradients()
         return output

@@ -193,6 +193,7 @@ class UnitGatherer:
     def end_backward(self) -> None:
         """It is over. Collective: every rank calls it."""
         self.meet()
+        self.is_free = False
         self._in_backward = False
         if not self._in_step:
             self.drop_all()

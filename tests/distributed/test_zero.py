@@ -191,10 +191,10 @@ def small_steps(net: Two, optimizer: optim.Optimizer, sharded: ZeroSharder, rank
     return small, saved["state"], written
 
 
-def half_precision(rank: int, world_size: int, sums_wide: bool) -> Any:
+def half_precision(rank: int, world_size: int, stage: int, sums_wide: bool) -> Any:
     net = Two(torch.bfloat16)
     optimizer = optim.SGD(net.parameters(), lr=2.0**-12)
-    sharded = sharder(net, [optimizer], sums_wide=sums_wide)
+    sharded = sharder(net, [optimizer], stage=stage, sums_wide=sums_wide)
     losses = [net.often.sum() * (2.0**-8 if rank == 0 else 0.0) for _ in range(512)]
     sharded_backward(sharded, losses)
     summed = full_gradients(net, sharded)["often"]
@@ -209,11 +209,15 @@ def half_precision(rank: int, world_size: int, sums_wide: bool) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("sums_wide", "kind", "total"), [(True, torch.float32, 2.0), (False, torch.bfloat16, 1.0)], ids=["float32", "own"]
+    ("stage", "sums_wide", "kind", "total"),
+    [(1, True, torch.float32, 2.0), (2, True, torch.float32, 2.0), (2, False, torch.bfloat16, 1.0)],
+    ids=["1", "2", "in bfloat16"],
 )
-def test_bfloat16_sums_and_steps_in_float32(ranks: Ranks, sums_wide: bool, kind: torch.dtype, total: float) -> None:
+def test_bfloat16_sums_and_steps_in_float32(
+    ranks: Ranks, stage: int, sums_wide: bool, kind: torch.dtype, total: float
+) -> None:
     """512 times 2**-8, which bfloat16 stops to notice at 1."""
-    for summed, kinds, small, saved, written, loaded, dtype in ranks(2, half_precision, sums_wide):
+    for summed, kinds, small, saved, written, loaded, dtype in ranks(2, half_precision, stage, sums_wide):
         assert kinds <= {kind}
         assert summed.tolist() == [total] * 3
         assert dtype is torch.bfloat16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,19 @@ def accumulate(rank: int, world_size: int, folder: str) -> Any:
         return once, twice, stepped, zeroed, last
 
     return {place: observe(*place) for place in CELLS}
+
+
+def many_small(rank: int, world_size: int) -> Tensor | None:
+    """Sums 512 gradients of 2**-8, each of which stage 3 adds to its shards by itself."""
+    net = Two(torch.bfloat16)
+    sharded = cell(net, optim.SGD(net.parameters(), lr=1.0), 3, {})
+    window(sharded, [partial(loss, net, 2.0**-8 if rank == 0 else 0.0)] * 512)
+    return full_gradients(net, sharded)["often"]
+
+
+def test_512_small_gradients_of_half_precision_at_stage_3(ranks: Ranks) -> None:
+    for summed in ranks(2, many_small):
+        assert summed.tolist() == [2.0] * 3
 
 
 def full_values(net: Two, sharded: ZeroSharder) -> dict[str, Tensor]:

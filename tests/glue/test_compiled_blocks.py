@@ -45,6 +45,6 @@ def two_epochs(site: Site) -> Any:
     return seen
 
 
-@pytest.mark.parametrize(("layout", "zero_stage"), [((2, 1, 1), 0), ((1, 1, 2), 2)], ids=str)
+@pytest.mark.parametrize(("layout", "zero_stage"), [((2, 1, 1), 0), ((1, 1, 2), 2), ((1, 1, 2), 3)], ids=str)
 def test_compiled_blocks_train_like_eager_ones(ranks: Ranks, layout: Layout, zero_stage: int) -> None:
     check(ranks, two_epochs, layout, plan=PLAN, zero_stage=zero_stage)

@@ -79,6 +79,13 @@ def test_loaders_are_counted_apart(key: Any) -> None:
     assert kept(counter, first, key) == [1]
 
 
+def test_a_resumed_pass_counts_what_was_taken_before() -> None:
+    counter = SampleCounter(2, 1)
+    counter.start(taken=1)
+    rest = torch.tensor([5, 0])
+    assert counter.keep_real(rest, loader(7, 2, 1))[0].tolist() == [5], "the fourth sample of replica 1 is a repetition"
+
+
 def test_structures_are_cut_like_batches() -> None:
     source = loader(3, 2, 1)
     batch = {"x": torch.arange(2), "names": ["a", "b"], "mask": torch.zeros(9)}
