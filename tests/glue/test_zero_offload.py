@@ -28,9 +28,15 @@ from tests.glue.training import fit
 from tests.harness import Ranks
 
 
+class Untrained(Classifier):
+    def configure_optimizers(self) -> None:
+        """Nothing is trained."""
+
+
 def steps(site: Site) -> Any:
-    """Groups on a schedule, windows with an uneven end, clipping, parameters that thaw or are not used."""
+    """Groups on a schedule, windows with an uneven end, clipping, parameters that thaw or are not used; no optimizer."""
     return [
+        fit(site, Untrained(), Samples(8), max_epochs=1),
         fit(site, WithGroups(), accumulate_grad_batches=2),
         fit(site, WithAdamW(), gradient_clip_val=0.2),
         finetuned(site),
@@ -51,6 +57,7 @@ def split(site: Site) -> Any:
 def elsewhere(site: Site) -> Any:
     """What happens where parameters are seen: in windows, hooks, evaluations, `full_params`, thawing, overflows."""
     trained = [bursts(site), split(site), finetuned(site), penalized(site), everything(site), replacing(site)]
+    trained.append(fit(site, Untrained(), Samples(8), max_epochs=1))
     return [*trained, everything_predicted(site), validate_and_test_around_a_fit(site)]
 
 
