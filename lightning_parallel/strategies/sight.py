@@ -103,3 +103,4 @@ class Sight:
         """Whether gradients are final after a backward pass, or go on accumulating."""
         if self._view is not None:
             self._view.accumulating = not complete
+            self._view.refuse_other_modules("training_step")

@@ -104,6 +104,7 @@ class SteppingStrategy(WholeCheckpointStrategy):
                     runner.reducer.arm()
             if runner.manual_share is not None:
                 closure_loss = closure_loss * runner.manual_share.to(closure_loss.dtype)
+            runner.check_graph(closure_loss)
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
             if runner.reduces_now:
                 runner.finish_gradients()

@@ -132,7 +132,13 @@ class StepRunner:
     def start_backward(self, loss: torch.Tensor) -> None:
         """Backward pass of one micro-batch through the hooks a user may have overridden."""
         plugin = self.trainer.precision_plugin
+        self.check_graph(loss)
         plugin.backward(loss_scale(plugin, loss), self.module, None)
+
+    def check_graph(self, loss: torch.Tensor) -> None:
+        """Before a backward pass: refuses functions that would not find their weights any more."""
+        if isinstance(self.reducer, UnitSharder):
+            self.reducer.refuse_kept(loss)
 
     def finish_gradients(self) -> None:
         """Waits until gradients are sums over replicas, tensor ranks and owners."""

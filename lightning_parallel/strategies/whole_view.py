@@ -162,9 +162,11 @@ class WholeView:
         self.reads = ServedReads(self._readers(partition.mesh))
         self._present = self.reads.register(self._gather_presence)
         self._presence: dict[str, bool] | None = None
+        self._shown_states: dict[int, _PartedState] = {}
         self._stand_ins: dict[int, Tensor] = {}  # id of what the step uses -> what hooks see
         self._locals: dict[int, Tensor] = {}  # id of what hooks see -> what the step uses
         self._places: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._children: list[tuple[dict[str, Any], str, nn.Module | None]] = []
         self._refusing: list[Any] = []  # handles of hooks that keep modules from running while they are shown whole
         self._make_stand_ins()
 
@@ -185,6 +187,7 @@ class WholeView:
             registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for registry in registries:
                 self._places += [(registry, n, t) for n, t in registry.items() if id(t) in self._stand_ins]
+            self._children += [(module._modules, leaf, child) for leaf, child in module._modules.items()]
         self._locals = {id(self._stand_ins[id(tensor)]): tensor for _, _, tensor in self._places}
 
     def _refuse_forwards(self, refuse: bool) -> None:
@@ -278,10 +281,21 @@ class WholeView:
             shown = self._stand_ins[id(tensor)]
             if isinstance(shown, nn.Parameter) and registry.get(leaf) is not shown:
                 name = self.partition.names[id(tensor)]
-                raise RuntimeError(
-                    f"{hook or 'a hook'} replaced or removed the parameter {name}, of which several ranks hold parts; "
-                    "change its values instead, or replace it before the trainer starts"
-                )
+                raise _replaced(hook, name)
+        self.refuse_other_modules(hook)
+
+    def refuse_other_modules(self, what: str) -> None:
+        """Raises RuntimeError if modules whose parameters ranks hold in parts have been replaced or removed.
+
+        Args:
+            what: who may have done it.
+        """
+        if all(registry.get(leaf) is child for registry, leaf, child in self._children):
+            return
+        left = {id(registry) for m in self.partition.module.modules() for registry in (m._parameters, m._buffers)}
+        gone = next((tensor for registry, _, tensor in self._places if id(registry) not in left), None)
+        if gone is not None:
+            raise _replaced(what, self.partition.names.get(id(gone), "a buffer"))
 
     def _swap(self, show: bool) -> None:
         self._presence = None
@@ -292,10 +306,25 @@ class WholeView:
             if registry.get(leaf) is source:
                 registry[leaf] = target
         for optimizer in self.optimizers:
-            state: Any = optimizer.state
-            optimizer.state = _PartedState(state) if show else state.parts  # type: ignore[assignment]
+            self._swap_state(optimizer, show)
             for group in optimizer.param_groups:
                 group["params"] = [(self._stand_ins if show else self._locals).get(id(p), p) for p in group["params"]]
+
+
+    def _swap_state(self, optimizer: Any, show: bool) -> None:
+        if show:
+            optimizer.state = self._shown_states[id(optimizer)] = _PartedState(optimizer.state)
+            return
+        given, shown = optimizer.state, self._shown_states.pop(id(optimizer))
+        optimizer.state = shown.parts
+        if given is shown:
+            return
+        if len(given):
+            raise RuntimeError(
+                f"a hook replaced the state of {type(optimizer).__name__}, which is divided over the ranks; drop it with "
+                "optimizer.state.clear(), or load a whole one from a checkpoint: trainer.fit(..., ckpt_path=...)"
+            )
+        shown.clear()
 
 
 class _PartedState:
@@ -323,6 +352,13 @@ class _PartedState:
 
     __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = _refuse
     get = items = keys = pop = setdefault = update = _refuse
+
+
+def _replaced(what: str, name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what or 'a hook'} replaced or removed {name}, or a module that holds it, of which several ranks hold parts; "
+        "change values instead, or replace it before the trainer starts"
+    )
 
 
 def _refuse_forward(module: nn.Module, args: Any) -> None:

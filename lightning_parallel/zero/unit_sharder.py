@@ -151,6 +151,11 @@ class UnitSharder(ZeroSharder):
         super().prepare()
         self.gatherer.begin_backward()
 
+    def refuse_kept(self, loss: Tensor) -> None:
+        """Raises AbsentParameterError if a function in the graph of a loss keeps parameters past autograd."""
+        if self.watch is not None:
+            self.watch.refuse_kept(loss)
+
     def finish(self) -> None:
         """As in every stage; frees what the backward pass has gathered."""
         self.gatherer.end_backward()

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -51,6 +52,11 @@ class UnitWatch:
         compiled = (m for m in module.modules() if hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None))
         self._can_watch = next(compiled, None) is None
 
+    def _is_due(self, what: str) -> bool:
+        """Whether this run of something, which is counted, is the first, second, fourth, eighth, ..."""
+        count = self._runs[what] = self._runs.get(what, 0) + 1
+        return not count & (count - 1)
+
     @contextmanager
     def watching(self, what: str) -> Iterator[None]:
         """Watches the first, second, fourth, eighth, ... run of a step, as it may begin to do something later on.
@@ -61,13 +67,32 @@ class UnitWatch:
         Raises:
             AbsentParameterError: it uses a parameter outside of the module that is gathered for it.
         """
-        count = self._runs.get(what, 0)
-        self._runs[what] = count + 1
-        if not self._can_watch or (count + 1) & count:
+        if not self._is_due(what) or not self._can_watch:
             yield
             return
         with _Watch(self, what):
             yield
+
+    def refuse_kept(self, loss: Tensor) -> None:
+        """Looks through the graph of some losses for functions that keep parameters past autograd.
+
+        Args:
+            loss: about to be differentiated.
+
+        Raises:
+            AbsentParameterError: there is one, whose backward would find nothing.
+        """
+        if not self._is_due("backward"):
+            return
+        for node in _nodes_of(loss):
+            for leaf in tree_leaves(list(vars(node).values())) if isinstance(node, BackwardCFunction) else ():
+                name = self.names.get(id(leaf)) if isinstance(leaf, Tensor) else None
+                if name is not None and self.is_absent(leaf):
+                    kind = type(node).__name__.removesuffix("Backward")
+                    raise AbsentParameterError(
+                        f"{kind} keeps {name} as an attribute of ctx, but stage 3 of ZeRO frees it before the backward "
+                        "pass; call ctx.save_for_backward, by which it is found again, or use stage 2"
+                    )
 
     def refusal(self, name: str, function: str, what: str) -> AbsentParameterError:
         """The error for one use of a parameter."""
@@ -98,6 +123,17 @@ class _Watch(TorchFunctionMode):
                 if found is not None and self.watch.is_absent(leaf):
                     raise self.watch.refusal(found, name, self.what)
         return func(*args, **kwargs)
+
+
+def _nodes_of(loss: Tensor) -> Iterator[Any]:
+    """Every node of a loss's graph, once."""
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions]
 
 
 def _name_of(function: Any) -> str:
