@@ -138,6 +138,10 @@ class GradientReducer:
         is_prepared = bool(self._trainable)
         return any(p.grad is not None and (id(p) in self._unsummed or not is_prepared) for p in parameters)
 
+    def keeps(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether a gradient waits anywhere else than in its parameter."""
+        return False
+
     def knows(self, parameter: torch.Tensor) -> bool:
         """Whether the gradient of a parameter is summed over the ranks."""
         return id(parameter) in self._known

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,10 +11,11 @@ from lightning.pytorch import LightningModule
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.parameters import ParameterTag
 from lightning_parallel.strategies.optimizer_trial import Scope, scope_of_step
+from lightning_parallel.zero.optimizer import is_within_step
 from lightning_parallel.zero.placement import NEEDS_WHOLE_MODEL
 from lightning_parallel.zero.sharder import ZeroSharder
 
-__all__ = ["refuse_foreign_parameters", "refuse_optimizers", "refuse_step", "refuse_unshardable"]
+__all__ = ["check_steps", "refuse_foreign_parameters", "refuse_optimizers", "refuse_step", "refuse_unshardable"]
 
 # By name, because most live in packages that need not be installed. They need whole tensors: factored or preconditioned
 # moments, norms per layer.
@@ -162,3 +163,38 @@ def refuse_step(reducer: GradientReducer | ZeroSharder, optimizer: Any, module: 
             "self.manual_backward(loss) instead of loss.backward(), and step outside of no_sync() and "
             "toggle_model(sync_grad=False)"
         )
+
+
+def check_steps(optimizer: torch.optim.Optimizer, check: Callable[[torch.optim.Optimizer], None]) -> Any:
+    """Has every step of an optimizer checked, also one that user code calls past Lightning's wrapper.
+
+    Args:
+        optimizer: whose groups hold the user's parameters when `check` looks at it: before anything else that runs
+            around a step, and after the closure if there is one.
+        check: raises if the step must not be taken.
+
+    Returns:
+        A handle, whose `remove` ends that.
+    """
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        if is_within_step(optimizer):
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            check(optimizer)
+            return None
+
+        def then_check() -> Any:
+            result = closure()
+            check(optimizer)
+            return result
+
+        return (
+            ((args[0], then_check, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": then_check})
+        )
+
+    handle = optimizer.register_step_pre_hook(before)
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    hooks.move_to_end(handle.id, last=False)
+    return handle

@@ -57,6 +57,7 @@ class SteppingStrategy(WholeCheckpointStrategy):
         number = (trainer.fit_loop.total_batch_idx,)
         if runner.is_direct:
             return runner.train_direct(call, batch, counts, number)
+        runner.start_batch()
         first = self._starts_window(trainer)
         if first:
             self._put_gradients_aside()
@@ -98,6 +99,7 @@ class SteppingStrategy(WholeCheckpointStrategy):
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         if runner.is_direct:
+            runner.start_batch()
             if runner.reducer is not None:
                 runner.reducer.prepare()
                 if runner.reduces_now:

@@ -26,6 +26,7 @@ from lightning_parallel.strategies._compat_loops import skips_backward
 from lightning_parallel.strategies.logs import LogCall, LogRecorder, combine_calls
 from lightning_parallel.strategies.precision import loss_scale
 from lightning_parallel.strategies.step_state import StepState
+from lightning_parallel.strategies.unfinished import UnfinishedGradients
 from lightning_parallel.strategies.weights import ReplicaCombiner, global_loss, loss_weights
 from lightning_parallel.zero.sharder import ZeroSharder
 from lightning_parallel.zero.unit_sharder import UnitSharder
@@ -97,6 +98,7 @@ class StepRunner:
         self.reducer: GradientReducer | ZeroSharder | None = None
         self.completer: GradientCompleter | None = None
         self.hooks: list[Any] = []
+        self.unfinished: UnfinishedGradients | None = None
         self.accumulating = False
         self.manual_share: torch.Tensor | None = None
         self._combine = ReplicaCombiner(mesh)
@@ -112,7 +114,12 @@ class StepRunner:
     @property
     def reduces_now(self) -> bool:
         """Whether gradients are complete after this batch: an optimizer step follows, or sums are kept in shards."""
-        return not self.accumulating or isinstance(self.reducer, UnitSharder)
+        return not self.accumulating or self.adds_up_in_shards
+
+    @property
+    def adds_up_in_shards(self) -> bool:
+        """Whether each batch's gradients are summed over replicas at once."""
+        return isinstance(self.reducer, UnitSharder)
 
     @property
     def _synced(self) -> bool:
@@ -151,6 +158,13 @@ class StepRunner:
         """Gives optimizers the gradients that `finish_gradients` completed, once Lightning has zeroed the old ones."""
         if isinstance(self.reducer, ZeroSharder):
             self.reducer.deliver(self.reduces_now)
+        if self.unfinished is not None and not self.reduces_now:
+            self.unfinished.note()
+
+    def start_batch(self) -> None:
+        """Before a batch adds to the gradients: those of the last one must be as they were."""
+        if self.unfinished is not None:
+            self.unfinished.check()
 
     def forget_gradients(self) -> None:
         """Drops the previous step's gradients where they are not in parameters."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -30,7 +31,14 @@ from lightning_parallel.strategies.config import (
     check_count,
     check_flag,
 )
-from lightning_parallel.strategies.optimizers import refuse_foreign_parameters, refuse_optimizers, refuse_unshardable
+from lightning_parallel.strategies.gradient_readers import looks_at_gradients
+from lightning_parallel.strategies.optimizers import (
+    check_steps,
+    refuse_foreign_parameters,
+    refuse_optimizers,
+    refuse_step,
+    refuse_unshardable,
+)
 from lightning_parallel.strategies.partition import Partition, make_partition, synchronize_start
 from lightning_parallel.strategies.precision import derive_precision
 from lightning_parallel.strategies.refusals import (
@@ -46,6 +54,8 @@ from lightning_parallel.strategies.span import ModelSpan
 from lightning_parallel.strategies.stepping import SteppingStrategy
 from lightning_parallel.strategies.steps import StepOptions, StepRunner
 from lightning_parallel.strategies.trial import StepTrial
+from lightning_parallel.strategies.unfinished import UnfinishedGradients
+from lightning_parallel.zero.sharder import ZeroSharder
 
 __all__ = ["TensorPipelineStrategy"]
 
@@ -278,7 +288,22 @@ class TensorPipelineStrategy(SteppingStrategy):
                 runner.hooks = completer.hook_every_backward()
             elif sharding is None:
                 runner.completer = completer
+        if runner.reducer is not None and self.layout.data > 1:
+            self._watch_gradients(runner, runner.reducer, module)
         return runner
+
+    def _watch_gradients(
+        self, runner: StepRunner, reducer: GradientReducer | ZeroSharder, module: LightningModule
+    ) -> None:
+        """What user code does to gradients, or takes for them, must not be one replica's."""
+        if not runner.adds_up_in_shards and looks_at_gradients(module.trainer):
+            runner.unfinished = UnfinishedGradients(self._split_module().local_parameters, reducer.keeps)
+
+        def check(optimizer: torch.optim.Optimizer) -> None:
+            refuse_step(reducer, optimizer, module, self.layout.data)
+
+        if not module.automatic_optimization:
+            runner.hooks += [check_steps(optimizer, check) for optimizer in self.optimizers]
 
     def _ready(self, step_name: str, batch: Any) -> StepRunner:
         """The runner; splits the module at the first evaluation step if that had to wait for a batch."""

@@ -310,7 +310,6 @@ class WholeView:
             for group in optimizer.param_groups:
                 group["params"] = [(self._stand_ins if show else self._locals).get(id(p), p) for p in group["params"]]
 
-
     def _swap_state(self, optimizer: Any, show: bool) -> None:
         if show:
             optimizer.state = self._shown_states[id(optimizer)] = _PartedState(optimizer.state)
@@ -321,8 +320,8 @@ class WholeView:
             return
         if len(given):
             raise RuntimeError(
-                f"a hook replaced the state of {type(optimizer).__name__}, which is divided over the ranks; drop it with "
-                "optimizer.state.clear(), or load a whole one from a checkpoint: trainer.fit(..., ckpt_path=...)"
+                f"a hook replaced the state of {type(optimizer).__name__}, which is divided over the ranks; drop it "
+                "with optimizer.state.clear(), or load a whole one from a checkpoint: trainer.fit(..., ckpt_path=...)"
             )
         shown.clear()
 

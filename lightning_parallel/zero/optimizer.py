@@ -15,7 +15,7 @@ from lightning_parallel.zero.offloaded_step import OffloadedStep
 if TYPE_CHECKING:
     from lightning_parallel.zero.sharder import ZeroSharder
 
-__all__ = ["ShardedOptimizer"]
+__all__ = ["ShardedOptimizer", "is_within_step"]
 
 
 class ShardedOptimizer:
@@ -59,7 +59,7 @@ class ShardedOptimizer:
     # -------------------------------------------------------------- steps
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Enters the step: after the closure if there is one, because gradients come out of it."""
-        if self._is_stepping and _is_within_step(optimizer):
+        if self._is_stepping and is_within_step(optimizer):
             self._inner_steps += 1
             return None
         self._is_stepping, self._inner_steps = True, 0
@@ -196,7 +196,7 @@ class ShardedOptimizer:
         self.optimizer.__dict__.pop("zero_grad", None)
 
 
-def _is_within_step(optimizer: torch.optim.Optimizer) -> bool:
+def is_within_step(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the step that begins is called by a subclass's own (`super().step()`), around which hooks run already."""
     frame, steps = sys._getframe(1), 0
     while frame is not None and steps < 2:

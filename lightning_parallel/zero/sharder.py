@@ -189,6 +189,11 @@ class ZeroSharder:
         """Whether any parameter has a gradient of this rank alone, which no armed pass has summed."""
         return any(b.state is GradientState.LOCAL and any(b.filled) for b in self.buckets_of(parameters))
 
+    def keeps(self, parameter: nn.Parameter) -> bool:
+        """Whether a gradient of this rank alone waits here to be summed."""
+        found = self.find(parameter)
+        return found is not None and found[0].state is GradientState.LOCAL and found[0].filled[found[1]]
+
     def knows(self, parameter: torch.Tensor) -> bool:
         """Whether the gradient of a parameter is summed over the ranks."""
         return id(parameter) in self._known

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch.nn.utils import parametrizations
 from lightning_parallel import ZeroStrategy
 from lightning_parallel.strategies.config import ZeroConfig
 from lightning_parallel.zero.unit_watch import AbsentParameterError
-from tests.glue.oracle import QUIET, WIDTH, Classifier, Samples, Site, check, set_by_formula
+from tests.glue.oracle import QUIET, WIDTH, Classifier, Samples, Site, check, observe, set_by_formula
 from tests.glue.training import fit
 from tests.harness import Ranks
 
@@ -145,6 +147,135 @@ class SteppedTwice(Classifier):
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.AdamW(self.net.stem.parameters(), lr=0.1)]
+
+
+class Rebuilt(Classifier):
+    """A new head comes in a hook, or in a step."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.hook = hook
+
+    def rebuild(self) -> None:
+        self.net.head = nn.Linear(WIDTH, 4)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.hook == "on_train_batch_end":
+            self.rebuild()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.hook == "training_step":
+            self.rebuild()
+        return super().training_step(batch, batch_idx)
+
+
+class Product(torch.autograd.Function):
+    """Keeps its weight where autograd does not know of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        ctx.save_for_backward(x)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] @ ctx.weight.t(), ctx.saved_tensors[0].t() @ gradients[0]
+
+
+class Multiplies(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Product.apply(x, self.weight)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class Keeping(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = nn.Sequential(Multiplies(), Multiplies())
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().loss({**batch, "x": self.products(batch["x"])})
+
+
+class Shifts(Classifier):
+    """Changes gradients after every batch."""
+
+    def on_after_backward(self) -> None:
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.add_(0.1)
+
+
+class Direct(Classifier):
+    """Steps past the wrapper of its optimizer, on gradients of one replica."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        self.loss(batch).backward()
+        optimizer.step()
+
+
+class Forgets(Classifier):
+    """Sets the state of its optimizer: to nothing, or to something."""
+
+    def __init__(self, state: dict[Any, Any]) -> None:
+        super().__init__()
+        self.state = state
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.trainer.optimizers[0].state = defaultdict(dict, self.state)
+
+
+CASES: list[tuple[int, Any, dict[str, Any]]] = [
+    (3, partial(Rebuilt, "on_train_batch_end"), {}),
+    (3, partial(Rebuilt, "training_step"), {}),
+    (3, Keeping, {}),
+    (2, Shifts, {"accumulate_grad_batches": 2}),
+    (0, Shifts, {"accumulate_grad_batches": 2}),
+    (3, Direct, {}),
+    (0, Direct, {}),
+    (3, partial(Forgets, {"step": 1}), {}),
+]
+
+
+def misused(site: Site) -> Any:
+    """What goes wrong, and then what does not: what stage 3 sums at once, and a state that is dropped."""
+    found = []
+    for stage, make, options in CASES:
+        here = Site(site.layout, site.rank, {"zero_stage": stage})
+        with pytest.raises(RuntimeError) as error:
+            fit(here, make(), Samples(16), max_epochs=1, **options)
+        found.append(str(error.value))
+    return found
+
+
+def allowed(site: Site) -> Any:
+    return [fit(site, Shifts(), Samples(24), accumulate_grad_batches=2), fit(site, Forgets({}), Samples(24))]
+
+
+def test_misuse_in_hooks_and_steps_is_refused_by_name(ranks: Ranks) -> None:
+    expected = [
+        "on_train_batch_end replaced or removed net.head.weight, or a module that holds it, of which several ranks",
+        "training_step replaced or removed net.head.weight, or a module that holds it",
+        "Product keeps products.1.weight as an attribute of ctx, but stage 3 of ZeRO frees it before the backward pass",
+        *["the gradient of net.stem.weight was changed while it is still accumulating, so that the change would count"]
+        * 2,
+        *["SGD would step on gradients that were not summed over 2 replicas; call self.manual_backward(loss) instead"]
+        * 2,
+        "a hook replaced the state of SGD, which is divided over the ranks; drop it with optimizer.state.clear()",
+    ]
+    for texts in ranks(2, observe, misused, (1, 1, 2), {}, launch="lightning"):
+        for text, beginning in zip(texts, expected, strict=True):
+            assert text.startswith(beginning)
+    check(ranks, allowed, (1, 1, 2), zero_stage=3, plan="auto")
 
 
 def refusals(rank: int, world_size: int) -> list[str]:

@@ -34,7 +34,7 @@ class Untrained(Classifier):
 
 
 def steps(site: Site) -> Any:
-    """Groups on a schedule, windows with an uneven end, clipping, parameters that thaw or are not used; no optimizer."""
+    """Groups on a schedule, windows with an uneven end, clipping, parameters that thaw or are unused; no optimizer."""
     return [
         fit(site, Untrained(), Samples(8), max_epochs=1),
         fit(site, WithGroups(), accumulate_grad_batches=2),
