@@ -25,7 +25,7 @@ from lightning_parallel.strategies.even_split import even_or_planned
 from lightning_parallel.strategies.failures import FailureWatch
 from lightning_parallel.strategies.hooks import agree_on_epoch_end
 from lightning_parallel.strategies.left_apart import AFTER_AN_EXCEPTION, AS_ASKED_FOR, refuse_left_apart
-from lightning_parallel.strategies.optimizers import refuse_step
+from lightning_parallel.strategies.optimizers import KnownOptimizers, refuse_step
 from lightning_parallel.strategies.partition import Partition
 from lightning_parallel.strategies.predictions import PredictionGatherer
 from lightning_parallel.strategies.refusals import refuse_data, refuse_objects, refuse_options
@@ -85,6 +85,7 @@ class PartitionedStrategy(DDPStrategy):
         self._predictions = PredictionGatherer()
         self._seed = 0
         self._epoch = -1
+        self._known_optimizers: KnownOptimizers | None = None
         self._failed = False
         self._watch = FailureWatch()
 
@@ -265,8 +266,11 @@ class PartitionedStrategy(DDPStrategy):
         """Runs the closure and the optimizer on this rank's part."""
         reducer = None if self._runner is None else self._runner.reducer
         with self._sight.hidden():
+            optimizer = args[0] if args else kwargs["optimizer"]
             if reducer is not None and self.layout.pipeline == 1:
-                refuse_step(reducer, args[0] if args else kwargs["optimizer"], self._module(), self.layout.data)
+                refuse_step(reducer, optimizer, self._module(), self.layout.data)
+            if self._known_optimizers is not None:
+                self._known_optimizers.check(optimizer)
             return super().optimizer_step(*args, **kwargs)
 
     def full_params(self) -> AbstractContextManager[None]:

@@ -40,7 +40,8 @@ def looks_at_gradients(trainer: Trainer) -> bool:
     hooks = [getattr(module, name) for name in dir(LightningModule) if name.startswith("on_") or name in _STEPS]
     hooks += [getattr(callback, name) for callback in callbacks for name in dir(Callback) if name.startswith("on_")]
     for optimizer in trainer.strategy.optimizers:
-        hooks += [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+        for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            hooks += getattr(optimizer, kind, {}).values()
     return names_gradients(hooks, [*_parts_of(module), *callbacks])
 
 

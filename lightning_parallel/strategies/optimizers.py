@@ -15,7 +15,14 @@ from lightning_parallel.zero.optimizer import is_within_step
 from lightning_parallel.zero.placement import NEEDS_WHOLE_MODEL
 from lightning_parallel.zero.sharder import ZeroSharder
 
-__all__ = ["check_steps", "refuse_foreign_parameters", "refuse_optimizers", "refuse_step", "refuse_unshardable"]
+__all__ = [
+    "KnownOptimizers",
+    "check_steps",
+    "refuse_foreign_parameters",
+    "refuse_optimizers",
+    "refuse_step",
+    "refuse_unshardable",
+]
 
 # By name, because most live in packages that need not be installed. They need whole tensors: factored or preconditioned
 # moments, norms per layer.
@@ -46,18 +53,67 @@ def refuse_optimizers(
                 f"{kind} needs all parameters at once, but {ranks} ranks share the model; use tensor_parallel_size=1 "
                 "and pipeline_parallel_size=1, or an optimizer such as AdamW"
             )
-        split = next((name for name in _parameter_names(optimizer, names) if tags[name].shard is not None), None)
         scope = _scope(optimizer) if ranks > 1 else Scope.ELEMENT
         if scope is Scope.MODEL:
             raise ValueError(
                 f"a step of {kind} depends on all parameters at once, but {ranks} ranks share the model; use "
                 "tensor_parallel_size=1 and pipeline_parallel_size=1, or an optimizer such as AdamW"
             )
-        if split is not None and (kinds & _WHOLE_TENSORS or scope is Scope.TENSOR):
-            raise ValueError(
-                f"{kind} needs whole tensors, but {split} of shape {tags[split].shape} is split over the tensor ranks; "
-                "use tensor_parallel_size=1, or an optimizer that works on each element such as AdamW"
+        if kinds & _WHOLE_TENSORS or scope is Scope.TENSOR:
+            _refuse_split(optimizer, tags, names)
+
+
+def _refuse_split(optimizer: Any, tags: Mapping[str, ParameterTag], names: Mapping[int, str]) -> None:
+    split = next((name for name in _parameter_names(optimizer, names) if tags[name].shard is not None), None)
+    if split is not None:
+        raise ValueError(
+            f"{type(optimizer).__name__} needs whole tensors, but {split} of shape {tags[split].shape} is split over "
+            "the tensor ranks; use tensor_parallel_size=1, or an optimizer that works on each element such as AdamW"
+        )
+
+
+class KnownOptimizers:
+    """The optimizers of a run on a model that several ranks share, as `refuse_optimizers` found them to be right.
+
+    Args:
+        optimizers: when training starts.
+        tags: tag of every parameter.
+        names: id of a parameter -> name in the plain model.
+        ranks: ranks that share one replica.
+    """
+
+    def __init__(
+        self,
+        optimizers: Iterable[torch.optim.Optimizer],
+        tags: Mapping[str, ParameterTag],
+        names: Mapping[int, str],
+        ranks: int,
+    ) -> None:
+        self.tags, self.names, self.ranks = tags, names, ranks
+        self._seen = [(optimizer, len(optimizer.param_groups), _takes_tensors(optimizer)) for optimizer in optimizers]
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before a step.
+
+        Raises:
+            RuntimeError: the optimizer was made later.
+            ValueError: it has got parameters of which it would need more than this rank's part.
+        """
+        kind = type(optimizer).__name__
+        found = next((entry for entry in self._seen if entry[0] is optimizer), None)
+        if found is None:
+            raise RuntimeError(
+                f"this {kind} was made after training had started, but {self.ranks} ranks have divided those of "
+                "configure_optimizers; change their param_groups"
             )
+        _, groups, takes_tensors = found
+        if takes_tensors and len(optimizer.param_groups) > groups:
+            _refuse_split(optimizer, self.tags, self.names)
+
+
+def _takes_tensors(optimizer: Any) -> bool:
+    kinds = {kind.__name__ for kind in type(getattr(optimizer, "_optimizer", optimizer)).__mro__}
+    return bool(kinds & _WHOLE_TENSORS) or _scope(optimizer) is Scope.TENSOR
 
 
 def refuse_unshardable(optimizers: Iterable[torch.optim.Optimizer], replicas: int) -> None:
@@ -74,6 +130,11 @@ def refuse_unshardable(optimizers: Iterable[torch.optim.Optimizer], replicas: in
         kind = type(optimizer).__name__
         if NEEDS_WHOLE_MODEL & {cls.__name__ for cls in type(optimizer).__mro__}:
             continue  # refused by name where it is to be sharded
+        if not _takes_hooks(optimizer):
+            raise ValueError(
+                f"{kind} does not call torch.optim.Optimizer.__init__, so that {replicas} replicas cannot give its "
+                "step their shares; let it do that, return the optimizer that it wraps, or use zero_stage=0"
+            )
         attribute = _own_list(optimizer)
         if attribute is not None:
             raise ValueError(
@@ -85,6 +146,11 @@ def refuse_unshardable(optimizers: Iterable[torch.optim.Optimizer], replicas: in
                 f"a step of {kind} depends on all parameters at once, but each of {replicas} replicas steps on a share "
                 "of them; use an optimizer such as AdamW, or zero_stage=0"
             )
+
+
+def _takes_hooks(optimizer: Any) -> bool:
+    """Whether an optimizer was built by torch's class: wrappers of others may only look like it."""
+    return hasattr(getattr(optimizer, "_optimizer", optimizer), "_optimizer_step_pre_hooks")
 
 
 def _own_list(optimizer: Any) -> str | None:
@@ -165,16 +231,20 @@ def refuse_step(reducer: GradientReducer | ZeroSharder, optimizer: Any, module: 
         )
 
 
-def check_steps(optimizer: torch.optim.Optimizer, check: Callable[[torch.optim.Optimizer], None]) -> Any:
-    """Has every step of an optimizer checked, also one that user code calls past Lightning's wrapper.
+def check_steps(
+    optimizers: Iterable[torch.optim.Optimizer], check: Callable[[torch.optim.Optimizer], None]
+) -> list[Any]:
+    """Has every step of optimizers checked, also one that user code calls past Lightning's wrapper.
+
+    One that torch's class did not build has no hooks around its steps, and is checked inside of the wrapper alone.
 
     Args:
-        optimizer: whose groups hold the user's parameters when `check` looks at it: before anything else that runs
+        optimizers: whose groups hold the user's parameters when `check` looks at them: before anything else that runs
             around a step, and after the closure if there is one.
         check: raises if the step must not be taken.
 
     Returns:
-        A handle, whose `remove` ends that.
+        Handles, whose `remove` ends that.
     """
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -194,7 +264,9 @@ def check_steps(optimizer: torch.optim.Optimizer, check: Callable[[torch.optim.O
             ((args[0], then_check, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": then_check})
         )
 
-    handle = optimizer.register_step_pre_hook(before)
-    hooks: Any = optimizer._optimizer_step_pre_hooks
-    hooks.move_to_end(handle.id, last=False)
-    return handle
+    handles: list[Any] = []
+    for optimizer in filter(_takes_hooks, optimizers):
+        handles.append(optimizer.register_step_pre_hook(before))
+        hooks: Any = optimizer._optimizer_step_pre_hooks
+        hooks.move_to_end(handles[-1].id, last=False)
+    return handles

@@ -33,6 +33,7 @@ from lightning_parallel.strategies.config import (
 )
 from lightning_parallel.strategies.gradient_readers import looks_at_gradients
 from lightning_parallel.strategies.optimizers import (
+    KnownOptimizers,
     check_steps,
     refuse_foreign_parameters,
     refuse_optimizers,
@@ -228,6 +229,9 @@ class TensorPipelineStrategy(SteppingStrategy):
             for optimizer in self.optimizers:
                 partition.adopt_optimizer(optimizer)
             self._sharding = self._shard_replicas(trainer, partition)
+            if self.mesh.model is not None:
+                ranks = self.layout.tensor * self.layout.pipeline
+                self._known_optimizers = KnownOptimizers(self.optimizers, partition.tags, partition.names, ranks)
         elif self.zero_config.stage == 3:
             self._shard_replicas(trainer, partition)
         self._span = self._make_span(partition)
@@ -303,7 +307,7 @@ class TensorPipelineStrategy(SteppingStrategy):
             refuse_step(reducer, optimizer, module, self.layout.data)
 
         if not module.automatic_optimization:
-            runner.hooks += [check_steps(optimizer, check) for optimizer in self.optimizers]
+            runner.hooks += check_steps(self.optimizers, check)
 
     def _ready(self, step_name: str, batch: Any) -> StepRunner:
         """The runner; splits the module at the first evaluation step if that had to wait for a batch."""

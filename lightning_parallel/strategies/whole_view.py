@@ -167,6 +167,7 @@ class WholeView:
         self._locals: dict[int, Tensor] = {}  # id of what hooks see -> what the step uses
         self._places: list[tuple[dict[str, Any], str, Tensor]] = []
         self._children: list[tuple[dict[str, Any], str, nn.Module | None]] = []
+        self._size = 0
         self._refusing: list[Any] = []  # handles of hooks that keep modules from running while they are shown whole
         self._make_stand_ins()
 
@@ -188,6 +189,7 @@ class WholeView:
             for registry in registries:
                 self._places += [(registry, n, t) for n, t in registry.items() if id(t) in self._stand_ins]
             self._children += [(module._modules, leaf, child) for leaf, child in module._modules.items()]
+        self._size = sum(len(registry) for registry, _, _ in self._children)
         self._locals = {id(self._stand_ins[id(tensor)]): tensor for _, _, tensor in self._places}
 
     def _refuse_forwards(self, refuse: bool) -> None:
@@ -290,12 +292,29 @@ class WholeView:
         Args:
             what: who may have done it.
         """
-        if all(registry.get(leaf) is child for registry, leaf, child in self._children):
+        if self._is_as_it_was():
             return
         left = {id(registry) for m in self.partition.module.modules() for registry in (m._parameters, m._buffers)}
         gone = next((tensor for registry, _, tensor in self._places if id(registry) not in left), None)
         if gone is not None:
             raise _replaced(what, self.partition.names.get(id(gone), "a buffer"))
+        if self.partition.mesh.pipeline is not None:
+            names = {**self.partition.names, **dict.fromkeys(self._locals, "")}
+            new = next((name for name, p in self.partition.module.named_parameters() if id(p) not in names), None)
+            if new is not None:
+                raise RuntimeError(
+                    f"{what or 'a hook'} added the parameter {new}, which no stage of the pipeline would compute with; "
+                    "make it in __init__ or configure_model, with requires_grad=False until it is needed"
+                )
+
+    def _is_as_it_was(self) -> bool:
+        """Whether every module has the same children."""
+        count = 0
+        for registry, leaf, child in self._children:
+            if registry.get(leaf) is not child:
+                return False
+            count += len(registry)
+        return count == self._size
 
     def _swap(self, show: bool) -> None:
         self._presence = None
@@ -355,8 +374,8 @@ class _PartedState:
 
 def _replaced(what: str, name: str) -> RuntimeError:
     return RuntimeError(
-        f"{what or 'a hook'} replaced or removed {name}, or a module that holds it, of which several ranks hold parts; "
-        "change values instead, or replace it before the trainer starts"
+        f"{what or 'a hook'} replaced or removed the parameter {name}, of which several ranks hold parts; change its "
+        "values instead, or replace it before the trainer starts"
     )
 
 

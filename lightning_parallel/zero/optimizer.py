@@ -69,9 +69,18 @@ class ShardedOptimizer:
             self._begin()
             return None
 
+        begun = False
+
         def then_begin() -> Any:
+            nonlocal begun
+            if begun:
+                raise RuntimeError(
+                    f"{type(self.optimizer).__name__} calls its closure again within one step, when its groups hold "
+                    "shards that the model does not compute with; step twice instead, or use zero_stage=0"
+                )
             result = closure()
             self._begin()
+            begun = True
             return result
 
         if position == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from lightning_parallel.blocks import resolve_blocks
@@ -52,8 +53,15 @@ def plan_model(model: nn.Module, blocks: str | Sequence[str] = "auto") -> UnitPl
         blocks: "auto" (see `find_scopes`), or names or patterns of modules.
 
     Raises:
-        ValueError: a name matches no module, or one that is never called, or lies inside another one.
+        ValueError: a name matches no module, or one that is never called, or lies inside another one; or TorchScript
+            has compiled a module with parameters.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and _has_parameters(module):
+            raise ValueError(
+                f"{name} is a module of TorchScript, which stage 3 of ZeRO cannot tell when to gather its parameters; "
+                "use torch.compile, or script it after the training, or use stage 2"
+            )
     scopes = find_scopes(model) if blocks == "auto" else resolve_blocks(model, blocks)
     for scope in scopes:
         if not _runs(model.get_submodule(scope)):

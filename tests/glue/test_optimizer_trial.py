@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_parallel.parameters import ParameterTag
 from lightning_parallel.strategies.optimizer_trial import Scope, scope_of_step
-from lightning_parallel.strategies.optimizers import refuse_optimizers, refuse_unshardable
+from lightning_parallel.strategies.optimizers import KnownOptimizers, refuse_optimizers, refuse_unshardable
 from lightning_parallel.tensor_parallel.sharding import split_even
 
 
@@ -119,3 +119,22 @@ def test_replicas_refuse_steps_that_need_all_parameters_or_take_them_from_elsewh
     refuse(KINDS["all"][0], replicas=1)
     for kind in ("sign", "norm", "random", "fails", "rprop"):
         refuse(KINDS[kind][0])
+
+
+def test_parameters_that_come_later_to_an_optimizer_of_whole_tensors() -> None:
+    split, whole = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))
+    tags = {"split": ParameterTag("split", (4, 4), split_even(0, 4, 2)), "whole": ParameterTag("whole", (4, 4), None)}
+    optimizers = [torch.optim.Muon([whole]), torch.optim.SGD([whole], lr=0.1)]
+    known = KnownOptimizers(optimizers, tags, {id(split): "split", id(whole): "whole"}, 2)
+    for optimizer in optimizers:
+        known.check(optimizer)
+        optimizer.add_param_group({"params": [split]})
+    known.check(optimizers[1])
+    with pytest.raises(
+        ValueError, match=r"Muon needs whole tensors, but split of shape \(4, 4\) is split over the tensor"
+    ):
+        known.check(optimizers[0])
+    with pytest.raises(
+        RuntimeError, match="this SGD was made after training had started, but 2 ranks have divided those"
+    ):
+        known.check(torch.optim.SGD([whole], lr=0.1))

@@ -10,8 +10,9 @@ import torch
 from torch import nn, optim
 
 from lightning_parallel.data_parallel import GradientReducer
-from lightning_parallel.strategies.optimizers import refuse_step
+from lightning_parallel.strategies.optimizers import check_steps, refuse_step, refuse_unshardable
 from lightning_parallel.strategies.refusals import refuse_embeddings
+from lightning_parallel.strategies.unfinished import UnfinishedGradients
 from lightning_parallel.zero.sharder import ShardOptions, ZeroSharder
 from tests.glue.oracle import Classifier
 
@@ -74,3 +75,84 @@ def test_embeddings_that_need_the_whole_batch(option: dict[str, Any], text: str)
     with pytest.raises(ValueError, match=text):
         refuse_embeddings(module, 2, 1)
     refuse_embeddings(module, 1, 1)
+
+
+class Wrapped(optim.Optimizer):
+    """Looks like an optimizer, and was not built as one."""
+
+    def __init__(self, inner: optim.Optimizer) -> None:
+        self.inner, self.defaults, self.state, self.param_groups = (
+            inner,
+            inner.defaults,
+            inner.state,
+            inner.param_groups,
+        )
+
+
+def test_optimizers_without_hooks() -> None:
+    wrapped = Wrapped(optim.SGD(Classifier().parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"Wrapped does not call torch.optim.Optimizer.__init__, so that 2 replicas"):
+        refuse_unshardable([wrapped], 2)
+    assert check_steps([wrapped], lambda optimizer: None) == []
+
+
+class Corrects(optim.SGD):
+    """Evaluates the model again in the middle of its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            closure()
+        super().step()
+        with torch.enable_grad():
+            return closure()
+
+
+def test_closures_run_once_in_a_step() -> None:
+    module = Classifier()
+    optimizer = Corrects(module.parameters(), lr=0.1)
+    sharded(module.parameters(), [optimizer])
+    with pytest.raises(RuntimeError, match="Corrects calls its closure again within one step, when its groups hold"):
+        optimizer.step(lambda: module.net(torch.ones(2, 8)).sum())
+
+
+def test_every_step_is_checked_once_and_after_its_closure() -> None:
+    class Twofold(optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    seen: list[str] = []
+    optimizer = Twofold(nn.Linear(2, 2).parameters(), lr=0.1)
+    handles = check_steps([optimizer], lambda optimizer: seen.append("step"))
+    optimizer.step()
+    optimizer.step(closure=lambda: seen.append("closure"))
+    optimizer.step(lambda: seen.append("closure"))
+    assert seen == ["step", "closure", "step", "closure", "step"]
+    for handle in handles:
+        handle.remove()
+    optimizer.step()
+    assert len(seen) == 5
+
+
+def test_gradients_that_still_accumulate() -> None:
+    p, q = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    p.grad, q.grad = torch.ones(2), torch.ones(2)
+    for keeps, grad, is_refused in (
+        (False, p.grad, False),
+        (False, None, False),
+        (True, None, True),
+        (False, torch.ones(2), True),
+    ):
+        p.grad = torch.ones(2) if grad is None or is_refused else grad
+        unfinished = UnfinishedGradients({"p": p, "q": q}, lambda p, keeps=keeps: keeps)  # type: ignore[misc]
+        unfinished.note()
+        p.grad = grad
+        if is_refused:
+            with pytest.raises(RuntimeError, match="the gradient of p was changed while it is still accumulating"):
+                unfinished.check()
+        else:
+            unfinished.check()
+    unfinished.note()
+    q.grad.mul_(2)
+    with pytest.raises(RuntimeError, match="the gradient of q was changed"):
+        unfinished.check()
+    unfinished.check()

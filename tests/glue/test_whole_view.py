@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.model_summary import ModelSummary as Summary
 from torch import nn
 from torch.nn.utils import prune
 
-from tests.glue.oracle import WIDTH, Classifier, Layout, Samples, Site, check, observe, set_by_formula, weights
+from tests.glue.oracle import WIDTH, Block, Classifier, Layout, Samples, Site, check, observe, set_by_formula, weights
 from tests.harness import Ranks, RanksFailed
 
 SPLIT: list[Layout] = [(2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)]
@@ -308,6 +308,13 @@ class Pruning(Classifier):
         prune.l1_unstructured(self.net.stem, "weight", 0.5)
 
 
+class Growing(Classifier):
+    """Gets another block, which no stage would run."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.net.blocks.append(Block())
+
+
 def refused(site: Site) -> None:
     kind, kwargs = site.options["case"], site.options["trainer"]
     fit(Site(site.layout, site.rank, {"micro_batches": 2}), kind(), **kwargs)
@@ -325,9 +332,10 @@ def refused(site: Site) -> None:
             {},
             "on_train_batch_end replaced or removed the parameter net.stem.weight, of which several",
         ),
+        (Growing, {}, "on_train_batch_end added the parameter net.blocks.3.fc.weight, which no stage of the pipeline"),
         (Reshaping, {}, r"data of shape \(8, 8\) cannot be replaced by a tensor of shape \(2, 2\)"),
     ],
-    ids=["kept", "one-sided", "early", "state", "pruned", "reshaped"],
+    ids=["kept", "one-sided", "early", "state", "pruned", "grown", "reshaped"],
 )
 def test_what_would_go_wrong_silently_is_refused(ranks: Ranks, kind: Any, kwargs: Any, text: str) -> None:
     with pytest.raises(RanksFailed, match=text):

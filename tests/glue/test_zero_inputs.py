@@ -263,8 +263,8 @@ def allowed(site: Site) -> Any:
 
 def test_misuse_in_hooks_and_steps_is_refused_by_name(ranks: Ranks) -> None:
     expected = [
-        "on_train_batch_end replaced or removed net.head.weight, or a module that holds it, of which several ranks",
-        "training_step replaced or removed net.head.weight, or a module that holds it",
+        "on_train_batch_end replaced or removed the parameter net.head.weight, of which several ranks",
+        "training_step replaced or removed the parameter net.head.weight",
         "Product keeps products.1.weight as an attribute of ctx, but stage 3 of ZeRO frees it before the backward pass",
         *["the gradient of net.stem.weight was changed while it is still accumulating, so that the change would count"]
         * 2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -101,3 +102,9 @@ def test_children_of_lists_and_stacks_get_units() -> None:
     del model.blocks[2]
     model.stack[0].weight = model.blocks[0].linear1.weight
     assert plan_model(model).members[-1] == ("embedding.weight", "blocks.0.linear1.weight")
+
+
+def test_modules_that_take_no_hooks_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match="1 is a module of TorchScript, which stage 3 of ZeRO cannot tell when"):
+        plan_model(model)
