@@ -130,11 +130,7 @@ def test_parameters_that_come_later_to_an_optimizer_of_whole_tensors() -> None:
         known.check(optimizer)
         optimizer.add_param_group({"params": [split]})
     known.check(optimizers[1])
-    with pytest.raises(
-        ValueError, match=r"Muon needs whole tensors, but split of shape \(4, 4\) is split over the tensor"
-    ):
+    with pytest.raises(ValueError, match=r"Muon needs whole tensors, but split of shape"):
         known.check(optimizers[0])
-    with pytest.raises(
-        RuntimeError, match="this SGD was made after training had started, but 2 ranks have divided those"
-    ):
+    with pytest.raises(RuntimeError, match="this SGD was made after training had started, but 2 ranks"):
         known.check(torch.optim.SGD([whole], lr=0.1))
