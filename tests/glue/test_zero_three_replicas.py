@@ -17,11 +17,11 @@ REPLICAS, BATCH, COUNT = 3, 6, 23
 
 
 def train(site: Site, folder: Path, source: Path | None = None) -> Any:
-    """Two clipped epochs with windows of two batches, or the rest of them; leaves `middle.ckpt` and `final.ckpt`."""
+    """A clipped epoch with windows of two batches, or the rest of it; leaves `middle.ckpt` and `final.ckpt`."""
     module, record = TiedGPT(), Record()
     saving = SaveAt(folder, {} if source else {(0, 1): "middle"})
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3, "callbacks": [record, saving]}
-    trainer = site.trainer(**options)
+    trainer = site.trainer(max_epochs=1, **options)
     trainer.fit(module, ResumableLoader(Tokens(COUNT), batch_size=BATCH // site.replicas), ckpt_path=source)
     trainer.save_checkpoint(folder / "final.ckpt")
     return {"batches": record.batches, "weights": weights(module)}
