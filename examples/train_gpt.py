@@ -111,10 +111,10 @@ class GPT(LightningModule):
         layers: int = 4,
         heads: int = 4,
         width: int = 128,
-        context: int = 128,
+        context: int = 64,
         dropout: float = 0.0,
         tie_head: bool = False,
-        lr: float = 2e-3,
+        lr: float = 1.5e-3,
         weight_decay: float = 0.1,
     ) -> None:
         super().__init__()
@@ -189,10 +189,10 @@ class ByteData(LightningDataModule):
     def __init__(
         self,
         data: Sequence[str] = (),
-        context: int = 128,
+        context: int = 64,
         batch_size: int = 16,
         max_bytes: int = 4_000_000,
-        max_val_bytes: int = 65_537,
+        max_val_bytes: int = 32_769,
     ) -> None:
         super().__init__()
         self.paths = [Path(path) for path in data]
@@ -217,7 +217,7 @@ class ByteData(LightningDataModule):
         return DataLoader(self.train, batch_size=self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(self.val, batch_size=self.batch_size)
+        return DataLoader(self.val, batch_size=4 * self.batch_size)  # without gradients there is room for more
 
 
 def standard_library() -> list[Path]:
@@ -295,18 +295,18 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="tp_pp", help="any Trainer strategy: tp_pp, tp, pp, ddp, ...")
     parser.add_argument("--devices", type=int, default=num_gpus or (4 if (os.cpu_count() or 1) >= 2 else 2))
-    parser.add_argument("--max-steps", type=int, default=300)
-    parser.add_argument("--val-every", type=int, default=100, help="steps between validations")
+    parser.add_argument("--max-steps", type=int, default=240)
+    parser.add_argument("--val-every", type=int, default=80, help="steps between validations")
     parser.add_argument("--data", nargs="+", default=[], help="files or folders (default: the standard library)")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--tie-head", action="store_true", help="one matrix for the embedding and the head")
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", default="runs/gpt", help="folder of logs and checkpoints")
     parser.add_argument("--verify", metavar="CHECKPOINT", help="only load and validate it with a plain Trainer")
