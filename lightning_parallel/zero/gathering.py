@@ -109,6 +109,7 @@ class UnitGatherer:
         self._in_step = False
         self._in_backward = False
         self.is_free = False
+        self._have_parted = False
         self._pinned = False
         self._last: Unit | None = None
         self._held: set[int] = set()  # units that were gathered or read ahead since they were freed
@@ -260,6 +261,11 @@ class UnitGatherer:
         unit.drop()
 
     # -------------------------------------------------------------- agreement
+    @property
+    def may_part(self) -> bool:
+        """Whether ranks may want different units at a time: they take steps of their own, or have shown it before."""
+        return self.is_free or self._have_parted
+
     def _go_round(self, wish: int) -> list[int]:
         if not self._rounds.is_open:
             self._rounds.post(wish)
@@ -267,6 +273,7 @@ class UnitGatherer:
 
     def _finish_round(self) -> list[int]:
         heard = self._rounds.finish()
+        self._have_parted |= len(set(heard)) > 1
         for number in sorted({wish for wish in heard if wish >= 0}):
             self._held.add(number)
             self.units[number].gather()

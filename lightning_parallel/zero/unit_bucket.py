@@ -175,11 +175,6 @@ class UnitBucket(ShardBucket):
             self.home.forget()
         return self._views(full)
 
-    @property
-    def is_summed(self) -> bool:
-        """Whether the host would not have to wait for the sum of gradients that is on its way."""
-        return self._device.type == "cuda" or self.has_landed
-
     def gather_one(self, place: int, share: Tensor) -> Tensor:
         """One parameter, or a copy of it, from every rank's share. Collective over the group."""
         shape = self.shapes[place]

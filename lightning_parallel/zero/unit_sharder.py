@@ -67,6 +67,8 @@ class UnitSharder(ZeroSharder):
         self.watch: UnitWatch | None = None
         super().__init__(units, optimizers, group, replace(options, bucket_bytes=WITHOUT_LIMIT))
         self.max_in_flight = 1
+        self.sums_hold_host = self._device.type != "cuda"
+        """Whether the host has to wait for sums; else the device's stream does."""
 
     # -------------------------------------------------------------- places
     def refresh(self) -> None:
@@ -162,8 +164,13 @@ class UnitSharder(ZeroSharder):
         super().finish()
 
     def _land(self, bucket: ShardBucket) -> None:
-        """The others may need a unit before they get to this reduction."""
-        self.gatherer.serve_until(lambda: cast(UnitBucket, bucket).is_summed)
+        """The others may need a unit before they get to this reduction.
+
+        A device that waits for the sum in its stream would not send them that unit either. Hence the host waits, and
+        serves them, unless all go through the same units.
+        """
+        if self.sums_hold_host or self.gatherer.may_part:
+            self.gatherer.serve_until(lambda: bucket.has_landed)
         bucket.wait()
 
     def before_step(self, buckets: Sequence[ShardBucket]) -> None:
