@@ -262,6 +262,11 @@ class UnitGatherer:
 
     # -------------------------------------------------------------- agreement
     @property
+    def is_asked(self) -> bool:
+        """Whether another rank may want a unit: until all have been through their backward passes."""
+        return self._in_backward
+
+    @property
     def may_part(self) -> bool:
         """Whether ranks may want different units at a time: they take steps of their own, or have shown it before."""
         return self.is_free or self._have_parted

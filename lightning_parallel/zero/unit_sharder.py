@@ -167,9 +167,9 @@ class UnitSharder(ZeroSharder):
         """The others may need a unit before they get to this reduction.
 
         A device that waits for the sum in its stream would not send them that unit either. Hence the host waits, and
-        serves them, unless all go through the same units.
+        serves them, unless all go through the same units. Once nobody asks any more, nobody would answer either.
         """
-        if self.sums_hold_host or self.gatherer.may_part:
+        if self.gatherer.is_asked and (self.sums_hold_host or self.gatherer.may_part):
             self.gatherer.serve_until(lambda: bucket.has_landed)
         bucket.wait()
 
