@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 __all__ = [
     "FACTORIES",
+    "VIEWS_IN_PLACE",
     "OneHotByShape",
     "data_read_by",
     "operator_name",
@@ -38,6 +39,8 @@ FACTORIES = frozenset(
         "new_empty_strided",
     ]
 )
+# Only turn a tensor: its values, and where they are, stay (recurrent layers do so with `batch_first`).
+VIEWS_IN_PLACE = frozenset(["transpose_", "t_", "squeeze_", "unsqueeze_"])
 _READING_TAGS = frozenset([torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape])
 _SELECTIONS = frozenset(["index", "masked_select"])
 

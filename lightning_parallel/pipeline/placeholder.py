@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from lightning_parallel.pipeline.meta import TensorOutline, outline_of_result
 from lightning_parallel.pipeline.operators import (
     FACTORIES,
+    VIEWS_IN_PLACE,
     data_read_by,
     operator_name,
     takes_shapes_only,
@@ -110,6 +111,9 @@ class Placeholder(torch.Tensor):
                 shape_of = args[0]
                 real = torch.empty_strided(shape_of.size(), shape_of.stride(), dtype=shape_of.dtype, device=device)
                 return func(real, *args[1:], **{**kwargs, "device": device})
+        if name in VIEWS_IN_PLACE:
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **kwargs)
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("meta")
         if name in ("index", "masked_select"):
@@ -169,7 +173,9 @@ class WriteLedger(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tree_map_only(torch.Tensor, self.stand_in, (args, kwargs or {}))
+        if operator_name(func) not in VIEWS_IN_PLACE:  # which would turn a stand-in instead of the tensor
+            args, kwargs = tree_map_only(torch.Tensor, self.stand_in, (args, kwargs or {}))
+        kwargs = kwargs or {}
         return func(*args, **kwargs)
 
 

@@ -228,10 +228,35 @@ def test_writing_into_a_placeholder_is_nothing() -> None:
     assert x.shape == (2, 3)
 
 
-@pytest.mark.parametrize("change", [lambda x: x.unsqueeze_(0), lambda x: x.t_(), lambda x: x.resize_(3, 3)])
-def test_changing_the_shape_in_place_is_an_error(change: Function) -> None:
+@pytest.mark.parametrize(
+    "turn",
+    [lambda x: x.unsqueeze_(0), lambda x: x.t_(), lambda x: x.transpose_(0, 1), lambda x: x.unsqueeze_(1).squeeze_()],
+)
+def test_turning_in_place_is_followed(turn: Function) -> None:
+    real, x, ledger = torch.zeros(2, 3), stand_in(2, 3), WriteLedger()
+    expected = turn(real.clone())
+    assert turn(x) is x
+    with ledger:
+        real[0] = stand_in(3, ledger=ledger)
+        assert turn(real) is real
+        assert isinstance(real + 1, Placeholder)
+    for found in (x, real):
+        assert (found.shape, found.stride()) == (expected.shape, expected.stride())
+    assert (x * 2).shape == expected.shape
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_recurrent_layers_of_other_stages(kind: Any) -> None:
+    layer = kind(4, 6, num_layers=2, batch_first=True, bidirectional=True)
+    with WriteLedger() as ledger:
+        output, _ = layer(stand_in(2, 5, 4, ledger=ledger))
+    assert isinstance(output, Placeholder)
+    assert output.shape == (2, 5, 12)
+
+
+def test_changing_the_size_in_place_is_an_error() -> None:
     with pytest.raises(PipelineCutError, match=r"changes the shape .* in place, from \(2, 3\) to .*layer 3"):
-        change(stand_in(2, 3))
+        stand_in(2, 3).resize_(3, 3)
 
 
 def test_lists_of_parameters() -> None:
