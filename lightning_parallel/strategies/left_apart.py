@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 
 __all__ = ["AFTER_AN_EXCEPTION", "AS_ASKED_FOR", "mark_left_apart", "refuse_left_apart"]
@@ -39,6 +40,8 @@ def mark_left_apart(module: LightningModule, reason: str) -> None:
     """
     hook = _LeftApart(reason)
     for child in module.modules():
+        if isinstance(child, torch.jit.ScriptModule):  # takes no hooks, and has nothing that was divided
+            continue
         child.register_forward_pre_hook(hook)
         child.register_state_dict_pre_hook(hook)
         child.register_load_state_dict_pre_hook(hook)

@@ -78,7 +78,7 @@ def refuse_objects(trainer: Trainer) -> None:
 def refuse_module(
     module: LightningModule, layout: ParallelLayout, micro_batches: int, evaluation_micro_batches: int
 ) -> None:
-    """Raises ValueError if the module's shapes are unknown, or its steps cannot run in a pipeline or on micro-batches.
+    """Raises ValueError if the module cannot be divided, or its steps cannot run in a pipeline or on micro-batches.
 
     Args:
         module: the user's module.
@@ -91,6 +91,13 @@ def refuse_module(
     if lazy is not None:
         raise ValueError(
             f"{name} has a lazy layer with {lazy} of unknown shape; run it once on a batch before the trainer"
+        )
+    scripted = next((key for key, m in module.named_modules() if isinstance(m, torch.jit.ScriptModule)), None)
+    if scripted is not None and layout.tensor * layout.pipeline > 1:
+        raise ValueError(
+            f"{scripted} is a module of TorchScript, whose parameters {layout.tensor * layout.pipeline} tensor and "
+            "pipeline ranks cannot divide; use block.compile(), or script it after the training, or use "
+            "tensor_parallel_size=1 and pipeline_parallel_size=1"
         )
     if layout.pipeline > 1 and _compat.is_compiled(module):
         raise ValueError(

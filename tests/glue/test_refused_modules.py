@@ -42,6 +42,17 @@ def test_a_module_that_was_compiled_as_a_whole_has_no_stages() -> None:
         refuse_module(module, ParallelLayout(pipeline=2), 1, 1)
 
 
+def test_modules_of_torchscript_have_no_parts() -> None:
+    module = LightningModule()
+    module.first = torch.jit.script(nn.Linear(2, 2))
+    refuse_module(module, ParallelLayout(data=2), 1, 1)
+    for layout in (ParallelLayout(tensor=2), ParallelLayout(pipeline=2)):
+        with pytest.raises(
+            ValueError, match=r"first is a module of TorchScript, .* 2 tensor and pipeline"
+        ):
+            refuse_module(module, layout, 1, 1)
+
+
 def test_loggers_that_run_a_shared_model_on_one_rank_are_refused(tmp_path: Path) -> None:
     trainer = Trainer(accelerator="cpu", devices=1, logger=TensorBoardLogger(tmp_path, log_graph=True))
     trainer.strategy.connect(LightningModule())
