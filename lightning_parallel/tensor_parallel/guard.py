@@ -3,7 +3,8 @@
 `weight.square().sum()` in a training step, `F.linear(h, embedding.weight)`, or a penalty on hidden activations that a
 feed-forward layer has stored, mean the whole, but find a part: the result would be wrong without an error. Some steps
 of each kind are watched: what column layers return, and all that is computed from it, counts as a part until a row
-layer sums it over the ranks. The user's forward hooks inside of split modules may not use parts either.
+layer sums it over the ranks. The user's forward hooks inside of split modules may not use parts either, and a module
+that holds split layers must call them: `F.linear(x, self.fc.weight)` would leave out what they do around it.
 """
 
 from __future__ import annotations
@@ -55,12 +56,15 @@ class SplitParameterGuard:
 
     def __init__(self, module: nn.Module, plan: TensorPlan, names: Mapping[int, str], ranks: int) -> None:
         self.names = dict(names)
+        self._layers = _split_layers(module, plan)
+        self._of_layers = {id(p) for layer in self._layers.values() for p in layer.parameters()}
         self.ranks = ranks
         self._modules = _knowing_modules(module, plan)
         self._hooks = UserHooks(module, plan)
         self._columns = _columns(module, plan)
         self._whole = {id(module.get_submodule(r.name)) for r in plan.rules} - self._columns.keys()
-        self._depth = 0
+        self._depth = 0  # modules running, one in another, that compute with parts
+        self._layer_depth = 0  # of them split layers
         self._parts: WeakTensorKeyDictionary | None = None  # activations of which a rank has a part -> where from
         self._runs: dict[str, tuple[int, int]] = {}  # step -> how often it has run, hooks when it was last watched
         self._hook = ""  # the module whose hook is running
@@ -84,14 +88,15 @@ class SplitParameterGuard:
             yield
             return
         self._parts = WeakTensorKeyDictionary()
-        depth, self._depth = self._depth, 0
+        depths, self._depth, self._layer_depth = (self._depth, self._layer_depth), 0, 0
         with self._hooks.called_by(self._call_hook):
             handles = [h for module in self._modules for h in _counting(module, self._enter, self._leave)]
             try:
                 with _Watch(self, what):
                     yield
             finally:
-                self._depth, self._parts, self._hook = depth, None, ""
+                self._depth, self._layer_depth = depths
+                self._parts, self._hook = None, ""
                 for handle in handles:
                     handle.remove()
 
@@ -103,12 +108,12 @@ class SplitParameterGuard:
         new = [(t, layer) for layer, tensors in parts.items() for t in tensors if t not in following]
         for tensor, layer in new:
             following[tensor] = layer
-        outer = self._depth, self._hook
-        self._depth, self._hook = 0, name
+        outer = self._depth, self._layer_depth, self._hook
+        self._depth, self._layer_depth, self._hook = 0, 0, name
         try:
             return run()
         finally:
-            self._depth, self._hook = outer
+            self._depth, self._layer_depth, self._hook = outer
             for tensor, _ in new:
                 following.pop(tensor, None)
 
@@ -116,16 +121,20 @@ class SplitParameterGuard:
     def paused(self) -> Iterator[None]:
         """Around code inside of a step that knows about parts (an optimizer's step)."""
         self._depth += 1
+        self._layer_depth += 1
         try:
             yield
         finally:
             self._depth -= 1
+            self._layer_depth -= 1
 
-    def _enter(self, *args: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
+        self._layer_depth += id(module) in self._layers
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
+        self._layer_depth -= id(module) in self._layers
         if self._parts is None:
             return
         for leaf in tree_leaves(output):
@@ -147,6 +156,10 @@ class SplitParameterGuard:
     def is_harmless(self, name: str) -> bool:
         """Whether a function may meet a part at this moment."""
         return name in _HARMLESS or (self._depth > 0 and name not in _READS)
+
+    def knows(self, parameter: Tensor) -> bool:
+        """Whether what runs now takes a parameter for the part that it is: its layer, or what sums its gradient."""
+        return (self._layer_depth if id(parameter) in self._of_layers else self._depth) > 0
 
     def activation_refusal(self, layer: str, name: str, what: str) -> SplitParameterError:
         """The error for one use of an activation."""
@@ -198,16 +211,16 @@ class _Watch(TorchFunctionMode):
         return result
 
     def _check(self, tensor: Tensor, func: Any, name: str) -> None:
-        if self.guard.is_harmless(name):
+        if name in _HARMLESS:
             return
         origin = self.guard.origin_of(tensor)
-        if origin is not None:
+        if origin is not None and not self.guard.is_harmless(name):
             raise self.guard.activation_refusal(origin, name, self.what)
-        if self.guard._depth > 0:
+        if name == "grad":
             return
-        if id(tensor) in self.guard.names and name != "grad":
+        if id(tensor) in self.guard.names and not self.guard.knows(tensor):
             raise self.guard.refusal(self.guard.names[id(tensor)], func, self.what)
-        if id(tensor) in self.gradients and name != "grad":
+        if id(tensor) in self.gradients and not self.guard.is_harmless(name):
             raise self.guard.refusal(self.gradients[id(tensor)][0], func, self.what)
 
 
@@ -218,6 +231,12 @@ def _knowing_modules(module: nn.Module, plan: TensorPlan) -> list[nn.Module]:
         names |= set(plan.blocks)
     found = dict(module.named_modules(remove_duplicate=False))
     return list({id(found[name]): found[name] for name in names if name in found}.values())
+
+
+def _split_layers(module: nn.Module, plan: TensorPlan) -> dict[int, nn.Module]:
+    """Modules that hold split parameters of their own, by id."""
+    found = dict(module.named_modules(remove_duplicate=False))
+    return {id(found[r.name]): found[r.name] for r in plan.rules if r.shards and r.name in found}
 
 
 def _columns(module: nn.Module, plan: TensorPlan) -> dict[int, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_parallel.parameters import ParameterTag
+from lightning_parallel.tensor_parallel.guard import SplitParameterGuard
 from lightning_parallel.tensor_parallel.parallelize import Undo, parallelize_module, shard_parameters
 from lightning_parallel.tensor_parallel.plan import TensorPlan, resolve_plan
 from lightning_parallel.tensor_parallel.shards import write_shard
@@ -266,11 +268,15 @@ def compare_with_plain(
     tags: Mapping[str, ParameterTag],
     loss: Callable[[nn.Module], Tensor],
     tolerance: float = 1e-10,
+    plan: TensorPlan | None = None,
 ) -> None:
-    """Loss and every gradient of the split model equal the plain one's."""
+    """Loss and every gradient of the split model equal the plain one's; given a plan, under its guard."""
     expected = loss(plain)
     expected.backward()
-    found = loss(split)
+    names = {id(p): n for n, p in split.named_parameters() if tags[n].shard is not None or tags[n].partial_gradient}
+    size = dist.get_world_size()
+    with nullcontext() if plan is None else SplitParameterGuard(split, plan, names, size).watching("the step"):
+        found = loss(split)
     found.backward()
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     gradients = full_gradients(split, tags)

@@ -61,7 +61,7 @@ def attention_inputs(options: dict[str, Any], case: dict[str, Any]) -> tuple[lis
 def check_attention(rank: int, world_size: int, options: dict[str, Any], case: dict[str, Any]) -> None:
     plain = fill(Holder(nn.MultiheadAttention(WIDTH, HEADS, **options)))
     split = fill(Holder(nn.MultiheadAttention(WIDTH, HEADS, **options)))
-    _, tags, undo = split_model(split, {"model": "attention"})
+    plan, tags, undo = split_model(split, {"model": "attention"})
     plain.train(case.get("train", True))
     split.train(case.get("train", True))
     gradients: list[list[Tensor | None]] = []
@@ -77,7 +77,7 @@ def check_attention(rank: int, world_size: int, options: dict[str, Any], case: d
         gradients.append(list(torch.autograd.grad(total, inputs, retain_graph=True)))
         return total
 
-    compare_with_plain(plain, split, tags, loss)
+    compare_with_plain(plain, split, tags, loss, plan=plan)
     for expected, found in zip(*gradients, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     undo.restore()
@@ -135,7 +135,7 @@ def check_layer(rank: int, world_size: int, kind: str, options: dict[str, Any], 
     plain, split = (fill(layer(kind, options)).train(train) for _ in range(2))
     plan, tags, undo = split_model(split, "auto")
     assert not plan.replicated
-    compare_with_plain(plain, split, tags, lambda model: layer_loss(model, kind, options))
+    compare_with_plain(plain, split, tags, lambda model: layer_loss(model, kind, options), plan=plan)
     with torch.no_grad():  # in eval mode this is where torch would take its fused kernel
         expected, found = layer_loss(plain, kind, options), layer_loss(split, kind, options)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)

@@ -23,7 +23,7 @@ worlds = pytest.mark.parametrize("world_size", [2, 4])
 def check_automatic(rank: int, world_size: int, kind: str) -> tuple[str, ...]:
     plain, split = build(kind), build(kind)
     plan, tags, undo = split_model(split, "auto")
-    compare_with_plain(plain, split, tags, language_loss)
+    compare_with_plain(plain, split, tags, language_loss, plan=plan)
     undo.restore()
     assert [type(m) for m in split.modules()] == [type(m) for m in plain.modules()]
     return plan.replicated
@@ -65,7 +65,7 @@ EXPLICIT: dict[str, dict[str, str]] = {
 def check_explicit(rank: int, world_size: int, kind: str) -> tuple[str, ...]:
     plain, split = Holder(build(kind)), Holder(build(kind))
     plan, tags, _ = split_model(split, EXPLICIT[kind])
-    compare_with_plain(plain, split, tags, lambda model: language_loss(model.get_submodule("model")))
+    compare_with_plain(plain, split, tags, lambda model: language_loss(model.get_submodule("model")), plan=plan)
     return plan.replicated
 
 
@@ -222,7 +222,7 @@ def check_experts(rank: int, world_size: int) -> None:
         {"experts.gate_up": "packed_colwise", "experts.down": "rowwise", "experts": "moe_tp_experts"},
     )
     assert plan.replicated == ("embed", "router")
-    compare_with_plain(plain, split, tags, lambda model: (model(wave(5, 4)) * wave(5, 6, phase=0.3)).sum())
+    compare_with_plain(plain, split, tags, lambda model: (model(wave(5, 4)) * wave(5, 6, phase=0.3)).sum(), plan=plan)
     undo.restore()
     assert type(split.get_submodule("experts")) is Experts
 
@@ -246,8 +246,8 @@ class Features(nn.Module):
 
 def check_all_reduce(rank: int, world_size: int) -> None:
     plain, split = Holder(fill(Features())), Holder(fill(Features()))
-    _, tags, _ = split_model(split, {"model.wide": "colwise", "model.narrow": "rowwise", "model": "all_reduce"})
-    compare_with_plain(plain, split, tags, lambda model: (model(wave(5, 6)) * wave(5, 3, phase=0.3)).sum())
+    plan, tags, _ = split_model(split, {"model.wide": "colwise", "model.narrow": "rowwise", "model": "all_reduce"})
+    compare_with_plain(plain, split, tags, lambda model: (model(wave(5, 6)) * wave(5, 3, phase=0.3)).sum(), plan=plan)
 
 
 @worlds

@@ -68,7 +68,7 @@ def check_torch_layers(rank: int, world_size: int, batch_first: bool) -> None:
         y = model(x, memory) if batch_first else model(x.transpose(0, 1), memory.transpose(0, 1)).transpose(0, 1)
         return (y * wave(2, 4, 16, phase=0.7)).sum()
 
-    compare_with_plain(plain, split, tags, loss)
+    compare_with_plain(plain, split, tags, loss, plan=plan)
 
 
 @worlds

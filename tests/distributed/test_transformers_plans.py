@@ -129,7 +129,7 @@ def loss(holder: nn.Module) -> Tensor:
 def check_family(rank: int, world_size: int, kind: str) -> tuple[tuple[str, ...], float]:
     plain, split = make(kind), make(kind)
     plan, tags, undo = split_model(split, "auto")
-    compare_with_plain(plain, split, tags, loss, tolerance=1e-5)
+    compare_with_plain(plain, split, tags, loss, tolerance=1e-5, plan=plan)
     held = sum(p.numel() for p in split.parameters()) / sum(p.numel() for p in plain.parameters())
     undo.restore()
     assert [type(m) for m in split.modules()] == [type(m) for m in plain.modules()]
@@ -162,7 +162,7 @@ def check_shipped_plan_given_by_hand(rank: int, world_size: int, kind: str) -> s
     model: Any = split.model
     shipped = {name: style for name, style in model.tp_plan.items() if name != "lm_head"}
     plan, tags, _ = split_model(split, shipped)
-    compare_with_plain(plain, split, tags, loss, tolerance=1e-5)
+    compare_with_plain(plain, split, tags, loss, tolerance=1e-5, plan=plan)
     return {region.evidence for region in plan.regions}
 
 

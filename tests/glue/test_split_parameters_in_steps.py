@@ -11,7 +11,18 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
 
-from tests.glue.oracle import Classifier, Samples, Site, assert_same, check, observe, reference, set_by_formula, weights
+from tests.glue.oracle import (
+    Block,
+    Classifier,
+    Samples,
+    Site,
+    assert_same,
+    check,
+    observe,
+    reference,
+    set_by_formula,
+    weights,
+)
 from tests.harness import Ranks, RanksFailed
 
 
@@ -30,6 +41,45 @@ class Functional(Classifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return F.linear(self.net(batch["x"]), self.net.blocks[0].fc.weight[:, :4]).square().mean()
+
+
+class Product(torch.autograd.Function):
+    """A matrix product of the user's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grads[0] @ weight, grads[0].t() @ x
+
+
+class Bypassing(Block):
+    """Hands weights of the layers that it holds to functions, instead of calling the layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + Product.apply(torch.tanh(Product.apply(x, self.fc.weight)), self.out.weight)
+
+
+class HalfBypassing(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.out(torch.tanh(F.linear(x, self.fc.weight, self.fc.bias)))
+
+
+class OfFunctions(Classifier):
+    block: type[nn.Module] = Bypassing
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.blocks = nn.ModuleList(self.block() for _ in range(2))
+        set_by_formula(self)
+
+
+class OfHalves(OfFunctions):
+    block = HalfBypassing
 
 
 class ByHand(Classifier):
@@ -109,11 +159,13 @@ def refused(site: Site) -> None:
         (Penalized, "training_step uses net.blocks.0.fc.weight outside of net.blocks.0.fc .in square.*'replicate'"),
         (Counted, "validation_step uses net.blocks.0.fc.weight outside of net.blocks.0.fc .in numel"),
         (Functional, "training_step uses net.blocks.0.fc.weight outside of net.blocks.0.fc .in __getitem__"),
+        (OfFunctions, "uses net.blocks.0.fc.weight outside of net.blocks.0.fc .in t.*call the layer"),
+        (OfHalves, "uses net.blocks.0.fc.weight outside of net.blocks.0.fc .in linear.*call the layer"),
         (Sparse, "a value computed from the output of net.blocks.0.fc outside of the module that holds it .in abs"),
         (ReadsInside, "a value computed from the output of net.blocks.0.fc as a number"),
         (ByHand, "training_step uses the gradient of net.blocks.0.fc.weight outside"),
     ],
-    ids=["penalty", "count", "functional", "activation", "number", "by hand"],
+    ids=["penalty", "count", "functional", "own function", "in its block", "activation", "number", "by hand"],
 )
 def test_a_part_is_not_taken_for_the_whole(ranks: Ranks, kind: Any, text: str) -> None:
     with pytest.raises(RanksFailed, match=text):
