@@ -47,9 +47,7 @@ def test_modules_of_torchscript_have_no_parts() -> None:
     module.first = torch.jit.script(nn.Linear(2, 2))
     refuse_module(module, ParallelLayout(data=2), 1, 1)
     for layout in (ParallelLayout(tensor=2), ParallelLayout(pipeline=2)):
-        with pytest.raises(
-            ValueError, match=r"first is a module of TorchScript, .* 2 tensor and pipeline"
-        ):
+        with pytest.raises(ValueError, match=r"first is a module of TorchScript, .* 2 tensor and pipeline"):
             refuse_module(module, layout, 1, 1)
 
 

@@ -214,6 +214,30 @@ def test_transformer_layers_of_torch(ranks: Ranks) -> None:
     check(ranks, decoder, (2, 1, 2), plan="auto")
 
 
+class Recurrent(GPT):
+    """Recurrent layers as blocks and around them, samples first: they turn their results in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.end = (nn.GRU(8, 8, batch_first=True) for _ in range(2))
+        self.layers = nn.ModuleList(nn.LSTM(8, 8, batch_first=True) for _ in range(2))
+        set_by_formula(self)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.start(self.tok(tokens))[0]
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return self.head(self.ln(self.end(x)[0]))
+
+
+def recurrent(site: Site) -> Any:
+    return fit(site, Recurrent(), Tokens(17), max_epochs=1)
+
+
+def test_recurrent_layers(ranks: Ranks) -> None:
+    check(ranks, recurrent, (1, 2, 1), micro_batches=2)
+
+
 # ------------------------------------------------------------------------------------------------ weights of parts
 class Labelled(Dataset[dict[str, torch.Tensor]]):
     """Tokens whose labels count in part only: of some samples all, of some none."""

@@ -213,6 +213,26 @@ def test_f19_parameters_that_some_replicas_do_not_use(ranks: Ranks, layout: Layo
     check(ranks, by_sample, layout)
 
 
+# ------------------------------------------------------------------------------------------------ hooks of gradients
+class Masked(Classifier):
+    """Hooks that are linear in the gradient: a mask and a factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mask = torch.arange(WIDTH) % 2
+        self.net.stem.weight.register_hook(lambda gradient: gradient * mask)
+        self.net.blocks[2].fc.bias.register_hook(lambda gradient: gradient * 3)
+
+
+def masked(site: Site) -> Any:
+    return fit(site, Masked(), Samples(12), max_epochs=1)
+
+
+@pytest.mark.parametrize("layout", [(1, 2, 1), (1, 1, 2)])
+def test_linear_hooks_of_gradients(ranks: Ranks, layout: Layout) -> None:
+    check(ranks, masked, layout, micro_batches=2)
+
+
 class Gathered(Classifier):
     """Its graph gathers features of all replicas, and sends their gradients back; some replicas do not use `side`."""
 
