@@ -17,7 +17,7 @@ from lightning_parallel.tensor_parallel.calls import (
     random_module,
 )
 from lightning_parallel.tensor_parallel.heads import patch_sets
-from lightning_parallel.tensor_parallel.rehearsal import Bench, Call, Mismatch, Rehearsal, Trial
+from lightning_parallel.tensor_parallel.rehearsal import Bench, Bypassed, Call, Mismatch, Rehearsal, Trial
 from lightning_parallel.tensor_parallel.rules import HeadPatch, ModuleRule, Region
 from lightning_parallel.tensor_parallel.styles import Heads
 
@@ -87,7 +87,8 @@ def fit_region(subject: Subject) -> Region:
 
     Raises:
         Uncallable: the module cannot be called on its own.
-        Mismatch: no set of changes works; the text is about the most promising one.
+        Mismatch: no set of changes works; the text is about the most promising one. Or the module does not call its
+            layers.
     """
     rehearsal = _rehearsal(subject)
     best: Mismatch | None = None
@@ -169,6 +170,8 @@ def _rehearsal(subject: Subject) -> Rehearsal:
             try:
                 copy = random_module(subject.module, material, split_dims)
                 return Rehearsal(copy, bench, call, forward_names(subject.module))
+            except Bypassed:
+                raise
             except Mismatch as error:
                 reason = error
     raise Uncallable(f"{kind} could not be run on its own ({reason or 'its arguments are not known'})") from reason

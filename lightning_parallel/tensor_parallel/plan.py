@@ -14,7 +14,7 @@ from lightning_parallel.tensor_parallel.fitting import Subject, Uncallable, fit_
 from lightning_parallel.tensor_parallel.forwards import STATE
 from lightning_parallel.tensor_parallel.heads import patch_sets, read_heads
 from lightning_parallel.tensor_parallel.regions import group_regions, lowest_common
-from lightning_parallel.tensor_parallel.rehearsal import Mismatch
+from lightning_parallel.tensor_parallel.rehearsal import Bypassed, Mismatch
 from lightning_parallel.tensor_parallel.rules import HeadPatch, ModuleRule, Region, TensorPlan, is_matrix_layer
 from lightning_parallel.tensor_parallel.sequence import check_sequence_parallel
 from lightning_parallel.tensor_parallel.styles import (
@@ -225,6 +225,13 @@ def _fit_new(subject: Subject, *, guessed: bool) -> Region | str:
                 f'an example_input_array, or name the counts in the plan with the style "local"'
             ) from error
         return replace(subject.region, shared=_siblings(subject))
+    except Bypassed as error:
+        if guessed:
+            return str(error)
+        raise ValueError(
+            f"{holder} cannot be split over tensor_parallel_size={subject.ranks}: {error}; call the layer itself, or "
+            f'use "replicate" for {names}'
+        ) from error
     except Mismatch as error:
         if guessed:
             return str(error)

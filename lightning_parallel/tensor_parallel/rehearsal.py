@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -25,13 +26,17 @@ from lightning_parallel.tensor_parallel.local_shapes import LocalShape, LocalVie
 from lightning_parallel.tensor_parallel.rules import HeadPatch, is_conv1d
 from lightning_parallel.tensor_parallel.sharding import ShardSpec
 
-__all__ = ["Bench", "Call", "Mismatch", "Rehearsal", "Trial", "clone_module", "tensors_in"]
+__all__ = ["Bench", "Bypassed", "Call", "Mismatch", "Rehearsal", "Trial", "clone_module", "tensors_in"]
 
 _TOLERANCE = 1e-4
 
 
 class Mismatch(Exception):
     """A rank's slice fails or computes something else; the text says where."""
+
+
+class Bypassed(Mismatch):
+    """The module uses weights of the layers that are to be split without calling the layers."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ class Rehearsal:
     """The whole module's run, against which trials are compared.
 
     Raises:
+        Bypassed: the module uses a weight that is to be split outside of its layer.
         Mismatch: the whole module itself cannot be called like this.
     """
 
@@ -75,18 +81,23 @@ class Rehearsal:
         self.names = tuple(names)
         self.column_inputs: list[Tensor] = []
         self.row_outputs: list[Tensor] = []
+        self._row_inputs: list[Any] = []
         self._readers: dict[int, list[str]] = {}
         self.draws_random_numbers = True
         handles = [
             module.get_submodule(name).register_forward_pre_hook(partial(self._record_input, name))
             for name in bench.columns
         ]
-        handles.append(module.get_submodule(bench.row).register_forward_hook(self._record_output))
+        handles += [module.get_submodule(name).register_forward_hook(_detached) for name in bench.columns]
+        row = module.get_submodule(bench.row)
+        handles.append(row.register_forward_pre_hook(lambda _, args: self._row_inputs.append(args)))
+        handles.append(row.register_forward_hook(self._record_output))
         try:
             self.output = _run(module, call)
         finally:
             for handle in handles:
                 handle.remove()
+        self._refuse_bypasses()
         if not self.row_outputs or not self.column_inputs:
             raise Mismatch("its forward does not call the layers of the plan")
 
@@ -94,10 +105,20 @@ class Rehearsal:
         self.column_inputs.append(args[0])
         self._readers.setdefault(id(args[0]), []).append(name)
 
-    def _record_output(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def _record_output(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         if isinstance(output, FakeTensor):
             raise Mismatch("its arguments are objects whose tensors cannot be replaced")
         self.row_outputs.append(output.detach())
+        return output.detach()
+
+    def _refuse_bypasses(self) -> None:
+        """Layers returned values without a graph: weights on which anything still depends were used past them."""
+        names = Counter(id(p) for _, p in self.module.named_parameters(remove_duplicate=False))
+        untied = {n: p for n, p in self.module.named_parameters() if n in self.bench.shards and names[id(p)] == 1}
+        past = sorted(_reached([*self.column_inputs, *tensors_in((self._row_inputs, self.output))], untied))
+        if past:
+            layer = past[0].rpartition(".")[0]
+            raise Bypassed(f"its forward uses {past[0]} past {layer}, which would not sum over the ranks then")
 
     def stand_in_names(self) -> tuple[str, ...]:
         """Parameters of the forward whose tensor goes into the columns as it is."""
@@ -293,6 +314,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif is_dataclass(value) and not isinstance(value, type):
         for entry in fields(value):
             yield from tensors_in(getattr(value, entry.name))
+
+
+def _detached(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    return output.detach()
 
 
 def _run(module: nn.Module, call: Call) -> Any:

@@ -58,14 +58,18 @@ class Product(torch.autograd.Function):
 
 
 class Bypassing(Block):
-    """Hands weights of the layers that it holds to functions, instead of calling the layers."""
+    """Hands weights of the layers that it holds to functions, once it trains, instead of calling the layers."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return super().forward(x)
         return x + Product.apply(torch.tanh(Product.apply(x, self.fc.weight)), self.out.weight)
 
 
 class HalfBypassing(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return super().forward(x)
         return x + self.out(torch.tanh(F.linear(x, self.fc.weight, self.fc.bias)))
 
 

@@ -86,3 +86,42 @@ def test_a_forward_that_was_replaced_on_the_object_is_tried_too() -> None:
         evidence(model)
     last.forward = MethodType(relu_between, model.blocks[0])  # type: ignore[method-assign]
     assert evidence(model) == {"checked", "given"}
+
+
+class Product(torch.autograd.Function):
+    """A matrix product of the user's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grads[0] @ weight, grads[0].flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+@pytest.mark.parametrize(
+    ("forward", "name"),
+    [
+        (lambda m, x: Product.apply(Product.apply(x, m.fc1.weight).tanh(), m.fc2.weight), "fc1.weight"),
+        (lambda m, x: m.fc2(F.linear(x, m.fc1.weight, m.fc1.bias)), "fc1.bias"),
+        (lambda m, x: m.fc1(x).tanh() @ m.fc2.weight.t(), "fc2.weight"),
+        (lambda m, x: m.fc2(m.fc1(x).tanh()) * m.fc1.weight.norm(), "fc1.weight"),
+    ],
+    ids=["own function", "column", "row", "once more"],
+)
+def test_weights_that_are_used_past_their_layers_are_named(forward: Any, name: str) -> None:
+    class Bypassing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2 = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = forward(self, x)
+            return result
+
+    model = nn.ModuleDict({"mlp": Bypassing()})
+    with pytest.raises(ValueError, match=rf"Bypassing 'mlp' cannot be split .* uses {name} past .*call the layer"):
+        resolve_plan(model, {"mlp.fc1": "colwise", "mlp.fc2": "rowwise"}, 2)
