@@ -241,7 +241,7 @@ def train(args: argparse.Namespace) -> None:
     seed_everything(args.seed)
     data = ByteData(args.data, args.context, args.batch_size)
     module = GPT(args.layers, args.heads, args.width, args.context, args.dropout, args.tie_head, args.lr)
-    best = ModelCheckpoint(args.out, filename="gpt-{step}-{val_bpb:.3f}", monitor="val_bpb")
+    best = ModelCheckpoint(Path(args.out) / "checkpoints", filename="gpt-{step}-{val_bpb:.3f}", monitor="val_bpb")
     trainer = Trainer(
         strategy=args.strategy,
         accelerator="gpu" if torch.cuda.is_available() else "cpu",

@@ -81,7 +81,7 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
     if not choice:
         raise ValueError(
             f"{type(model).__name__} has no ModuleList or Sequential of alike blocks; name the blocks yourself, "
-            f"for example blocks={_alike(model) or _candidates(model)}"
+            f"for example TensorPipelineStrategy(blocks={_alike(model) or _candidates(model)})"
         )
     best = max(choice, key=lambda group: sum(run.parameters for run in group))
     return tuple(name for run in best for name in run.names)

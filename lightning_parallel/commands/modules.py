@@ -17,7 +17,10 @@ from torch import Tensor, nn
 from lightning_parallel.planner.config_shapes import FAMILIES, ONLY_DENSE, shape_from_config
 from lightning_parallel.planner.model_shape import ModelShape
 
-__all__ = ["parameter_count", "shape_of_module", "shape_of_module_path"]
+__all__ = ["ASSUMED_SEQ", "parameter_count", "shape_of_module", "shape_of_module_path", "tells_seq"]
+
+ASSUMED_SEQ = 2048
+"""Tokens of a sequence where neither the user nor the model tells."""
 
 # Parts of the names of classes that send each token to some of their parts.
 _EXPERTS = ("expert", "moe")
@@ -76,7 +79,7 @@ def shape_of_module(module: nn.Module, *, heads: int = 0, seq: int = 0, heads_kn
 
     The parameter count is always that of the module. Sizes that no tensor shows: ``heads`` is taken from the modules'
     attributes (64 wide when there are none, unless they must be ``heads_known``), ``seq`` from learned positions or
-    2048.
+    `ASSUMED_SEQ`.
 
     Raises:
         ValueError: the module has no embedding or no blocks to read the sizes from, or experts, or no known heads.
@@ -92,7 +95,7 @@ def shape_of_module(module: nn.Module, *, heads: int = 0, seq: int = 0, heads_kn
         raise ValueError("the module has no embedding or no list of equal blocks; give its sizes instead")
     blocks = max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
     tokens = max(embeddings, key=lambda m: m.num_embeddings * m.embedding_dim)
-    positions = [m.num_embeddings for m in embeddings if m is not tokens]
+    positions = _positions(embeddings, tokens)
     found = heads or _attribute(blocks[0], ("n_head", "num_heads", "num_attention_heads", "nhead", "heads"))
     if heads_known and not found:
         raise ValueError("no attribute of the blocks, such as num_heads, tells their number of heads; give it instead")
@@ -101,12 +104,25 @@ def shape_of_module(module: nn.Module, *, heads: int = 0, seq: int = 0, heads_kn
         hidden=tokens.embedding_dim,
         heads=found or max(1, tokens.embedding_dim // 64),
         vocab=tokens.num_embeddings,
-        seq=seq or max(positions, default=2048),
+        seq=seq or max(positions, default=ASSUMED_SEQ),
         learned_positions=sum(positions),
         **_block_sizes(blocks[0], tokens.embedding_dim),
         **_ends(module, blocks, tokens),
     )
     return shape.with_parameters(parameter_count(module))
+
+
+def tells_seq(module: nn.Module) -> bool:
+    """Whether `shape_of_module` finds the length of sequences in a module, and need not assume one."""
+    if any(fields.get("model_type") in FAMILIES for fields in _configurations(module)):
+        return True
+    embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding)]
+    tokens = max(embeddings, key=lambda m: m.num_embeddings * m.embedding_dim, default=None)
+    return bool(_positions(embeddings, tokens))
+
+
+def _positions(embeddings: list[nn.Embedding], tokens: nn.Embedding | None) -> list[int]:
+    return [m.num_embeddings for m in embeddings if m is not tokens]
 
 
 def _configurations(module: nn.Module) -> Iterator[dict[str, Any]]:

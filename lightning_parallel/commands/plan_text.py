@@ -23,14 +23,14 @@ def plan_text(data: Mapping[str, Any]) -> list[RenderableType]:
     if data["plans"]:
         best = data["plans"][0]
         parts += [_ranking(data), *_other_schedules(data["plans"][:SHOWN]), *_more(data["plans"], "layouts fit")]
-        parts += [_memory(best), *_elsewhere(best), _seconds(best), *_run(best)]
+        parts += [_memory(best), *_elsewhere(best), _seconds(best), *_run(best, _device_of(data))]
         parts += ["", *_runs_it(best)]
         notes = ("precision_note", "recompute_note") if best["strategy"]["class_path"] else ()
         parts += [best[note] for note in notes if best[note]]
     if data["not_run_here"]:
         parts += [_beyond(data["not_run_here"]), *_more(data["not_run_here"], "such layouts", SHOWN_BEYOND)]
     if data["rejected"]:
-        parts += [_reasons(data["rejected"]), *_more(data["rejected"], "layouts do not fit")]
+        parts += _reasons(data["rejected"])
     return [*parts, "", *data["advice"]]
 
 
@@ -44,10 +44,19 @@ def _assumed(data: Mapping[str, Any]) -> list[str]:
         f"{plural(model['heads'], 'head')}, MLP {model['ffn']}, vocabulary {model['vocab']}",
         f"{plural(job['sequences_per_step'], 'sequence')} of {plural(model['seq'], 'token')} per step, products in "
         f"{job['precision']}, {job['optimizer']}, {job['attention']} attention, {job['loss']} loss",
-        f"states {job['states']!r}: bytes per parameter of {kept}",
+        f"{_states(job)}: bytes per parameter of {kept}",
         f"on {cluster['gpus']} x {cluster['gpu']} ({plural(cluster['nodes'], 'node')})",
         *data.get("assumed", ()),
     ]
+
+
+def _states(job: Mapping[str, Any]) -> str:
+    """What the kinds differ in are products that are narrower than 32 bit."""
+    return "states" if job["precision"] in ("fp32", "tf32") else f"states {job['states']!r}"
+
+
+def _device_of(data: Mapping[str, Any]) -> str:
+    return "CPU" if data["cluster"]["gpu"] == "cpu" else "GPU"
 
 
 def _layout_cells(layout: Mapping[str, Any]) -> list[str]:
@@ -56,10 +65,9 @@ def _layout_cells(layout: Mapping[str, Any]) -> list[str]:
 
 
 def _ranking(data: Mapping[str, Any]) -> RenderableType:
-    each = "CPU" if data["cluster"]["gpu"] == "cpu" else "GPU"
     columns = ("layout", "ZeRO", "micro", "recompute", "memory", "s/step", "tok/s", "MFU/HFU")
     title = "layouts that fit, fastest first: tensor x pipeline x data, sequences of a micro-batch,"
-    grid = table(f"{title} tokens/s per {each}, MFU and HFU in %", *columns)
+    grid = table(f"{title} tokens/s per {_device_of(data)}, MFU and HFU in %", *columns)
     for plan in data["plans"][:SHOWN]:
         layout = plan["layout"]
         figures = (
@@ -132,16 +140,16 @@ def _seconds(plan: Mapping[str, Any]) -> RenderableType:
     return grid
 
 
-def _run(plan: Mapping[str, Any]) -> list[str]:
+def _run(plan: Mapping[str, Any], device: str) -> list[str]:
     """How long a run takes, and the one that was asked for."""
     hours = plan["gpu_hours_per_billion_tokens"]
     spelled = f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
-    rate = f"{short(plan['tokens_per_day'])} tokens per day, {spelled} GPU-hours per billion tokens"
+    rate = f"{short(plan['tokens_per_day'])} tokens per day, {spelled} {device}-hours per billion tokens"
     run = plan.get("run")
     if run is None:
         return [rate]
-    cost = f", cost {run['cost']:,.0f} at {run['price']:g} per GPU-hour" if "cost" in run else ""
-    took = f"{run['days']:,.3g} days, {run['gpu_hours']:,.0f} GPU-hours"
+    cost = f", cost {run['cost']:,.0f} at {run['price']:g} per {device}-hour" if "cost" in run else ""
+    took = f"{run['days']:,.3g} days, {run['gpu_hours']:,.0f} {device}-hours"
     return [rate, f"the whole run of {short(run['tokens'])} tokens: {took}{cost}"]
 
 
@@ -153,11 +161,16 @@ def _runs_it(plan: Mapping[str, Any]) -> list[str]:
     return [plan["trainer"], "", plan["yaml"], "", *(f"also: {line}" for line in plan["alternatives"])]
 
 
-def _reasons(rejected: list[dict[str, Any]]) -> RenderableType:
-    """Those that lack least come first."""
+def _reasons(rejected: list[dict[str, Any]]) -> list[RenderableType]:
+    """Those that lack least come first; stages of ZeRO with the same reason share a row."""
     nearest = sorted(rejected, key=lambda entry: entry.get("memory_gib", {}).get("total", float("inf")))
+    rows: dict[tuple[str, str], list[str]] = {}
+    for entry in nearest:
+        sizes, stage = _layout_cells(entry["layout"])
+        rows.setdefault((sizes, entry["reason"]), []).append(stage)
     grid = table("layouts that do not fit: tensor x pipeline x data", "layout", "ZeRO", "reason")
     grid.columns[-1].justify = "left"
-    for entry in nearest[:SHOWN]:
-        grid.add_row(*_layout_cells(entry["layout"]), entry["reason"])
-    return grid
+    shown = list(rows.items())[:SHOWN]
+    for (sizes, reason), stages in shown:
+        grid.add_row(sizes, ", ".join(dict.fromkeys(stages)), reason)
+    return [grid, *_more(nearest, "layouts do not fit", sum(len(stages) for _, stages in shown))]

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_parallel import comm
 from lightning_parallel.commands.answer import show_parts, standard_console
-from lightning_parallel.commands.modules import shape_of_module
+from lightning_parallel.commands.modules import ASSUMED_SEQ, shape_of_module, tells_seq
 from lightning_parallel.commands.plan_text import plan_text
 from lightning_parallel.layout import ParallelLayout
 from lightning_parallel.mesh import whole_world
@@ -174,7 +174,7 @@ class AutoStrategy(TensorPipelineStrategy):
             precision = str(self.precision_plugin.precision)
             able = lightning_runtime(self.choices, self.root_device.type, precision)
             if able is not None:
-                _print(self.choices)
+                _print(self.choices, self._assumed())
                 succeed(self._trainer(), self.choices, able)
                 return
         super().setup_environment()
@@ -184,7 +184,7 @@ class AutoStrategy(TensorPipelineStrategy):
         if self.choices is None:
             self.choices = self._planned()
         self._adopt(self.choice)
-        _print(self.choices)
+        _print(self.choices, self._assumed())
         return super()._choose_layout()
 
     def _planned(self) -> RunnableChoices:
@@ -204,6 +204,13 @@ class AutoStrategy(TensorPipelineStrategy):
         precision = str(self.precision_plugin.precision)
         sums = self.zero_config.gradient_dtype
         return self.plan(module, cluster, self._batch(), precision, shape, self._fixed(module), sums)
+
+    def _assumed(self) -> list[str]:
+        """What neither the user nor the module tells."""
+        if self.shape is not None or self.seq or tells_seq(self._module()):
+            return []
+        text = "tokens per sequence are assumed: the module does not tell; give AutoStrategy(seq=...)"
+        return [f"{ASSUMED_SEQ} {text}"]
 
     def _adopt(self, choice: Choice) -> None:
         split = choice.plan.split
@@ -243,7 +250,7 @@ class AutoStrategy(TensorPipelineStrategy):
         if memory is None:
             raise ValueError(
                 f"a {self.root_device.type} does not say how much memory a process may use: pass "
-                "AutoStrategy(memory_gib=4)"
+                "strategy=lightning_parallel.AutoStrategy(memory_gib=4)"
             )
         return memory
 
@@ -264,5 +271,5 @@ def _read_shape(module: nn.Module, seq: int) -> ModelShape:
 
 
 @rank_zero_only
-def _print(choices: Choices) -> None:
-    show_parts(plan_text(choices.data()), standard_console())
+def _print(choices: Choices, assumed: list[str]) -> None:
+    show_parts(plan_text({**choices.data(), "assumed": assumed}), standard_console())

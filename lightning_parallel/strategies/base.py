@@ -30,6 +30,7 @@ from lightning_parallel.strategies.partition import Partition
 from lightning_parallel.strategies.predictions import PredictionGatherer
 from lightning_parallel.strategies.refusals import refuse_data, refuse_objects, refuse_options
 from lightning_parallel.strategies.replica_data import ReplicaData
+from lightning_parallel.strategies.report import LayoutReport
 from lightning_parallel.strategies.samples import SampleCounter, refuse_unlike_shares
 from lightning_parallel.strategies.sharding import ReplicaSharding
 from lightning_parallel.strategies.sight import Sight
@@ -76,6 +77,7 @@ class PartitionedStrategy(DDPStrategy):
         self._partition: Partition | None = None
         self._trained: Partition | None = None  # what the optimizers were split with
         self._runner: StepRunner | None = None
+        self._report = LayoutReport()
         self._span: ModelSpan | None = None
         self._sharding: ReplicaSharding | None = None
         self._sight = Sight()

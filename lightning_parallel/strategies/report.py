@@ -13,8 +13,9 @@ from lightning_parallel.layout import ParallelLayout
 from lightning_parallel.pipeline.schedules import build_schedule
 from lightning_parallel.pipeline.simulate import simulate
 from lightning_parallel.planner.units import plural
+from lightning_parallel.strategies.config import ZeroConfig
 
-__all__ = ["layout_tables", "report_layout"]
+__all__ = ["LayoutReport", "layout_tables"]
 
 
 def _stage_rows(partition: Any, layout: ParallelLayout) -> list[tuple[str, str, str]]:
@@ -45,15 +46,30 @@ def predicted_bubble(schedule: str, stages: int, micro_batches: int) -> float:
     return simulate(build_schedule(schedule, stages, micro_batches)).bubble
 
 
-def layout_tables(layout: ParallelLayout, partition: Any, options: Any, module: LightningModule) -> list[Table]:
+def _sharded(zero: ZeroConfig, replicas: int) -> str:
+    """What each replica has a share of, and where the rest is."""
+    what = ("optimizer states", "optimizer states and gradients", "optimizer states, gradients and parameters")
+    where = {None: "", "cpu": ", states in host memory", "nvme": ", states in files"}[zero.offload]
+    return f"stage {zero.stage}: {what[zero.stage - 1]} in {plural(replicas, 'share')}{where}"
+
+
+def layout_tables(
+    layout: ParallelLayout, partition: Any, options: Any, module: LightningModule, zero: ZeroConfig
+) -> list[Table]:
     """Tables of the layout, the layers and the stages."""
-    bubble = predicted_bubble(options.schedule, layout.pipeline, options.micro_batches)
     head = Table(title="lightning_parallel", show_header=False, title_justify="left")
     head.add_row(
         "processes", f"{layout.world_size} = pipeline {layout.pipeline} x data {layout.data} x tensor {layout.tensor}"
     )
-    head.add_row("micro-batches", f"up to {options.micro_batches} per batch, schedule {options.schedule}")
-    head.add_row("predicted bubble", f"{bubble:.1%} of the time")
+    if zero.shards_anything(layout.data):
+        head.add_row("ZeRO", _sharded(zero, layout.data))
+    parts = f"up to {options.micro_batches} per batch"
+    if layout.pipeline > 1:
+        bubble = predicted_bubble(options.schedule, layout.pipeline, options.micro_batches)
+        head.add_row("micro-batches", f"{parts}, schedule {options.schedule}")
+        head.add_row("predicted bubble", f"{bubble:.1%} of the time")
+    elif options.micro_batches > 1:
+        head.add_row("micro-batches", parts)
     total = sum(tag.numel for tag in partition.tags.values())
     head.add_row("parameters", f"{total:,} in {type(module).__name__}")
     stages = Table("stage", "blocks", "parameters per rank")
@@ -68,9 +84,21 @@ def layout_tables(layout: ParallelLayout, partition: Any, options: Any, module: 
     return tables
 
 
-@rank_zero_only
-def report_layout(layout: ParallelLayout, partition: Any, options: Any, module: LightningModule) -> None:
-    """Prints the tables once, on rank 0."""
-    console = Console()
-    for table in layout_tables(layout, partition, options, module):
-        console.print(table)
+class LayoutReport:
+    """Prints the tables on rank 0, again only if they have changed since the trainer's last run."""
+
+    def __init__(self) -> None:
+        self._printed = ""
+
+    @rank_zero_only
+    def show(self, tables: list[Table]) -> None:
+        """Prints tables as they are; see `layout_tables`."""
+        console = Console()
+        with console.capture() as capture:
+            for table in tables:
+                console.print(table)
+        text = capture.get()
+        if text != self._printed:
+            console.file.write(text)
+            console.file.flush()
+        self._printed = text

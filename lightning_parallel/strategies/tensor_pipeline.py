@@ -49,7 +49,7 @@ from lightning_parallel.strategies.refusals import (
     refuse_module,
     refuse_shared_memory,
 )
-from lightning_parallel.strategies.report import report_layout
+from lightning_parallel.strategies.report import layout_tables
 from lightning_parallel.strategies.sharding import ReplicaSharding
 from lightning_parallel.strategies.span import ModelSpan
 from lightning_parallel.strategies.stepping import SteppingStrategy
@@ -241,7 +241,7 @@ class TensorPipelineStrategy(SteppingStrategy):
         metric_states.confine_metrics(module, self.mesh.data)
         self._span.hidden = self._sight.hidden
         self._sight.open(trainer, partition, self.optimizers)
-        report_layout(self.layout, partition, self._runner.options, module)
+        self._report.show(layout_tables(self.layout, partition, self._runner.options, module, self.zero_config))
 
     def _shard_replicas(self, trainer: Trainer, partition: Partition) -> ReplicaSharding | None:
         """ZeRO over the replicas, if it was asked for and does something."""

@@ -279,5 +279,6 @@ def _nothing_covered(model: nn.Module, assignment: Assignment) -> str:
     names = close_names("fc1", [name for name, module in model.named_modules() if is_matrix_layer(module)])
     return (
         f"the plan splits no layer of {type(model).__name__}{reasons}; give one such as "
-        f'plan={{"<first layer>": "colwise", "<second layer>": "rowwise"}} with names from {names}'
+        f'TensorPipelineStrategy(plan={{"<first layer>": "colwise", "<second layer>": "rowwise"}}) with names from '
+        f"{names}"
     )

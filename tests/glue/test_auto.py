@@ -175,6 +175,9 @@ def test_it_becomes_the_layout_that_memory_allows(ranks: Ranks) -> None:
         for sizes, after, printed in found:
             assert_same(after, expected, str(sizes))
             assert ("layouts that fit, fastest first" in printed) == (rank == 0), "one rank tells"
+            assert ("CPU-hours per billion tokens" in printed) == (rank == 0)
+            assert ("│ 2x1x1  │ 1, 2, 3 │" in printed) == (rank == 0), "stages that are refused alike share a row"
+            assert "tokens per sequence are assumed" not in printed, "the model has positions"
     layouts = [[sizes for sizes, _, _ in found] for found, *_ in both]
     assert layouts[0] == layouts[1], "ranks agree"
     ample, tight = layouts[0]
@@ -312,6 +315,16 @@ def test_what_no_strategy_runs_is_told_where_it_gains_notably() -> None:
         assert told["faster_percent"] == pytest.approx(100 * (per_second * choices.best.seconds_per_sequence - 1))
         assert told["faster_percent"] >= 5
     assert "faster, but nothing here runs them" in shown(choices)
+
+
+def test_a_length_that_is_assumed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = AutoStrategy(memory_gib=1.0)
+    monkeypatch.setattr(strategy, "_module", lambda: torch.nn.Embedding(10, 8))
+    assert strategy._assumed() == [
+        "2048 tokens per sequence are assumed: the module does not tell; give AutoStrategy(seq=...)"
+    ]
+    monkeypatch.setattr(strategy, "seq", 512)
+    assert strategy._assumed() == []
 
 
 def shown(choices: Choices) -> str:

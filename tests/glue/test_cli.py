@@ -21,7 +21,7 @@ from lightning_parallel import strategies
 from lightning_parallel.cli import main
 from lightning_parallel.commands import plan
 from lightning_parallel.commands.doctor import LAUNCH_VARIABLES, environment_problems
-from lightning_parallel.commands.modules import parameter_count, shape_of_module
+from lightning_parallel.commands.modules import ASSUMED_SEQ, parameter_count, shape_of_module, tells_seq
 from lightning_parallel.planner.hardware import GPUS
 from lightning_parallel.strategies import ZeroConfig
 
@@ -213,6 +213,12 @@ def test_the_shape_of_a_module_is_read_off_its_blocks() -> None:
     shape = shape_of_module(module)
     assert (shape.layers, shape.hidden, shape.heads, shape.ffn, shape.vocab) == (6, 64, 4, 256, 1000)
     assert shape.parameters == sum(p.numel() for p in module.parameters())
+    assert shape.seq == ASSUMED_SEQ
+    assert not tells_seq(module)
+    with torch.device("meta"):
+        module["positions"] = nn.Embedding(96, 64)
+    assert shape_of_module(module).seq == 96
+    assert tells_seq(module)
 
 
 def test_the_configuration_inside_a_module_tells_more_than_its_blocks() -> None:
@@ -227,6 +233,7 @@ def test_the_configuration_inside_a_module_tells_more_than_its_blocks() -> None:
     shape = shape_of_module(nn.ModuleDict({"model": Model()}), seq=32)
     assert (shape.layers, shape.heads, shape.kv_heads, shape.gated, shape.seq) == (3, 8, 2, True, 32)
     assert shape.parameters == 12345
+    assert tells_seq(Model())
 
 
 def test_the_doctor_tells_versions_names_and_devices(

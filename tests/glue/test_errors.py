@@ -258,7 +258,8 @@ PIPELINE: dict[str, Case] = {
     "no blocks": (
         NoBlocks,
         {},
-        "NoBlocks has no ModuleList or Sequential of alike blocks; name the blocks yourself, for example blocks=",
+        "NoBlocks has no ModuleList or Sequential of alike blocks; name the blocks yourself, for example "
+        "TensorPipelineStrategy(blocks=",
     ),
     "blocks": (
         Classifier,
@@ -322,7 +323,11 @@ TENSOR: dict[str, Case] = {
         {"blocks": "net.block.*"},
         "blocks pattern 'net.block.*' matches no module; close names: net.blocks.*",
     ),
-    "nothing": (NoBlocks, {"plan": "auto"}, "the plan splits no layer of NoBlocks; give one such as plan={"),
+    "nothing": (
+        NoBlocks,
+        {"plan": "auto"},
+        "the plan splits no layer of NoBlocks; give one such as TensorPipelineStrategy(plan={",
+    ),
     "manual": (
         Manual,
         {"micro_batches": 2},

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -254,14 +257,21 @@ def by_name(rank: int, world_size: int, name: str) -> Any:
     module, sizes = Wide(), Sizes()
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(accelerator="cpu", devices=world_size, strategy=name, max_steps=1, callbacks=[sizes], **options)
-    trainer.fit(module, Site().loader(Samples(8), 4))
-    return sizes.parameters, sizes.optimizer, type(trainer.strategy).__name__, trainer.strategy.zero_config.stage
+    with redirect_stdout(StringIO()) as printed:
+        trainer.fit(module, Site().loader(Samples(8), 4))
+        trainer.validate(module, Site().loader(Samples(8), 4), verbose=False)
+    told = re.findall(r"ZeRO +│ (.*?) +│", printed.getvalue())
+    return sizes.parameters, sizes.optimizer, type(trainer.strategy).__name__, trainer.strategy.zero_config.stage, told
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_names_shard_the_state(ranks: Ranks, stage: int) -> None:
     expected = state_bytes(stage, 2)
-    for parameters, optimizer, kind, found in ranks(2, by_name, f"zero{stage}", launch="lightning"):
+    what = ("optimizer states", "optimizer states and gradients", "optimizer states, gradients and parameters")
+    results = ranks(2, by_name, f"zero{stage}", launch="lightning")
+    once = f"stage {stage}: {what[stage - 1]} in 2 shares"
+    assert [told for *_, told in results] == [[once], []], "rank 0 tells, and not again in the validation"
+    for parameters, optimizer, kind, found, _ in results:
         assert (kind, found) == ("ZeroStrategy", stage)
         assert parameters == pytest.approx(expected.parameters, rel=0.02)
         assert optimizer == pytest.approx(expected.optimizer, rel=0.02)
