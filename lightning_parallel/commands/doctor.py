@@ -103,7 +103,11 @@ def _tables(devices: list[dict[str, Any]], ranks: Sequence[Mapping[str, Any]]) -
     launched = table("ranks of this launch", "rank", "host", "local rank", "device")
     for facts in ranks:
         launched.add_row(str(facts["rank"]), facts["host"], str(facts["local_rank"]), facts["device"])
-    return [versions, found, *([launched] if ranks else [])]
+    return [
+        versions,
+        *([found] if devices else ["devices: no GPU, processes run on CPUs"]),
+        *([launched] if ranks else []),
+    ]
 
 
 def _devices() -> list[dict[str, Any]]:
