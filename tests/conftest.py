@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 # Before torch and scipy are loaded: on few cores, which ranks share, more threads of theirs only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,6 +33,16 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     import torch
 
     return None if torch.cuda.is_available() else True
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    """A test that joins a process group belongs on workers: in this process all later tests would be in it, too."""
+    yield
+    group = getattr(sys.modules.get("torch"), "distributed", None)
+    if group is not None and group.is_available() and group.is_initialized():
+        group.destroy_process_group()
+        pytest.fail("the test left its process group behind")
 
 
 @pytest.fixture(scope="session")

@@ -254,13 +254,15 @@ def test_an_offload_that_is_given_is_planned_with_what_can_be_moved_and_told() -
     assert choices.strategy().zero_config.offload == "cpu"
 
 
-def test_options_of_zero_are_kept() -> None:
-    given = ZeroConfig(stage=2, offload="cpu", gradient_dtype="parameter")
+def offloads(rank: int, world_size: int, given: ZeroConfig) -> tuple[ZeroConfig, str]:
     strategy = AutoStrategy(memory_gib=AMPLE, zero_stage=given)
-    with contextlib.redirect_stdout(io.StringIO()):
-        trained(strategy, 1, 8)
-    assert strategy.zero_config == given
-    assert strategy.choice.plan.split.offload == "cpu"
+    trained(strategy, world_size, 8)
+    return strategy.zero_config, strategy.choice.plan.split.offload
+
+
+def test_options_of_zero_are_kept(ranks: Ranks) -> None:
+    given = ZeroConfig(stage=2, offload="cpu", gradient_dtype="parameter")
+    assert ranks(1, offloads, given, launch="lightning") == [(given, "cpu")]
     arguments = (torch.nn.Identity(), Cluster(find_gpu("h100-80gb")), 8, "bf16-true", typical_shape(1e9))
     wide, narrow = (AutoStrategy.plan(*arguments, {"zero_stage": 2}, dtype) for dtype in ("float32", "parameter"))
     assert wide.best.plan.worst.gradients == 2 * narrow.best.plan.worst.gradients

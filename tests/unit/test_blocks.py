@@ -106,7 +106,7 @@ class Attributes(nn.Module):
 
 
 def test_alike_attributes_are_named_by_a_pattern_that_works() -> None:
-    with pytest.raises(ValueError, match=r"for example blocks='layer\*'"):
+    with pytest.raises(ValueError, match=r"for example TensorPipelineStrategy\(blocks='layer\*'\)"):
         find_blocks(Attributes())
     assert resolve_blocks(Attributes(), "layer*") == ("layer0", "layer1")
 
