@@ -33,6 +33,14 @@ def backward(sharded: ZeroSharder, members: list[nn.Parameter]) -> torch.Tensor:
     return loss.detach()
 
 
+def end(sharded: ZeroSharder | None, members: list[nn.Parameter]) -> list[torch.Tensor]:
+    """The values that a run leaves, whose files go."""
+    if sharded is not None:
+        sharded.close()
+        sharded.storage.remove()  # type: ignore[union-attr]
+    return [p.detach().clone() for p in members]
+
+
 def give_gradients(sharded: ZeroSharder | None, members: list[nn.Parameter]) -> None:
     """Those of `backward`, also where nothing is sharded."""
     if sharded is not None:
@@ -130,10 +138,7 @@ def test_late_parameters_values_written_by_hand_and_keys_that_come_later(kind: s
                 members[0].data.mul_(3.0)
             give_gradients(sharded, members)
             optimizer.step()
-        if sharded is not None:
-            sharded.close()
-            sharded.storage.remove()  # type: ignore[union-attr]
-        results.append([p.detach().clone() for p in members])
+        results.append(end(sharded, members))
     torch.testing.assert_close(results[0], results[1], atol=1e-6, rtol=1e-6)
     assert list(tmp_path.iterdir()) == []
 
@@ -151,10 +156,7 @@ def test_states_that_are_cleared_begin_anew(kind: str, tmp_path: Path) -> None:
                 optimizer.state.clear()
             give_gradients(sharded, members)
             optimizer.step()
-        if sharded is not None:
-            sharded.close()
-            sharded.storage.remove()  # type: ignore[union-attr]
-        results.append([p.detach().clone() for p in members])
+        results.append(end(sharded, members))
     torch.testing.assert_close(results[0], results[1], atol=1e-6, rtol=1e-6)
 
 
