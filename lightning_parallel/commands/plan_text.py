@@ -66,7 +66,8 @@ def _layout_cells(layout: Mapping[str, Any]) -> list[str]:
 
 def _ranking(data: Mapping[str, Any]) -> RenderableType:
     columns = ("layout", "ZeRO", "micro", "recompute", "memory", "s/step", "tok/s", "MFU/HFU")
-    title = "layouts that fit, fastest first: tensor x pipeline x data, sequences of a micro-batch,"
+    order = data.get("order", "fastest first")
+    title = f"layouts that fit, {order}: tensor x pipeline x data, sequences of a micro-batch,"
     grid = table(f"{title} tokens/s per {_device_of(data)}, MFU and HFU in %", *columns)
     for plan in data["plans"][:SHOWN]:
         layout = plan["layout"]

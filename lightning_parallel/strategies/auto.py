@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import nn
 
 from lightning_parallel import comm
@@ -26,6 +26,7 @@ from lightning_parallel.planner.model_shape import ModelShape
 from lightning_parallel.strategies import _compat
 from lightning_parallel.strategies.chosen import RunnableChoices
 from lightning_parallel.strategies.config import LossConfig, ZeroConfig
+from lightning_parallel.strategies.lacking import block_classes, what_lacks
 from lightning_parallel.strategies.left_apart import refuse_left_apart
 from lightning_parallel.strategies.planning import (
     PlannedPipeline,
@@ -38,12 +39,12 @@ from lightning_parallel.strategies.planning import (
     why_not,
     zero_cases,
 )
-from lightning_parallel.strategies.successor import lightning_runtime, succeed
+from lightning_parallel.strategies.successor import simplest, succeed
 from lightning_parallel.strategies.tensor_pipeline import TensorPipelineStrategy
 
 __all__ = ["AutoStrategy"]
 
-RUNTIMES = ("lightning_parallel", "lightning")
+RUNTIMES = ("auto", "lightning_parallel")
 
 
 class AutoStrategy(TensorPipelineStrategy):
@@ -63,10 +64,10 @@ class AutoStrategy(TensorPipelineStrategy):
             for a transformers model with gradient checkpointing switched on.
         zero_stage: to fix it, and with a `ZeroConfig` also where states lie and what gradients are; of stage 3, an
             offload moves the parameters, too.
-        runtime: who runs the plan. "lightning_parallel" runs every plan itself, also plain and ZeRO data parallelism,
-            so that logged values, odd last batches and unused parameters are treated alike whatever is planned.
-            "lightning" leaves plans to Lightning's own strategies where these suffice (see `lightning_runtime`) and
-            becomes DDP, or on GPUs FSDP or DeepSpeed, with what these do in such cases.
+        runtime: who runs the plan. "auto" leaves it to a strategy of Lightning's own where that suffices (see
+            `simplest` and `what_lacks`) and at most 5% is lost by it: DDP for replicas of the whole model, on GPUs
+            FSDP for sharded ones and DeepSpeed for offload. "lightning_parallel" runs every plan itself, so that logged
+            values, odd last batches and unused parameters are treated alike whatever is planned.
         **kwargs: as for `TensorPipelineStrategy`.
 
     Raises:
@@ -83,17 +84,12 @@ class AutoStrategy(TensorPipelineStrategy):
         seq: int = 0,
         recompute: str | None = None,
         zero_stage: int | ZeroConfig | None = None,
-        runtime: str = "lightning_parallel",
+        runtime: str = "auto",
         **kwargs: Any,
     ) -> None:
         super().__init__(zero_stage=zero_stage or 0, **kwargs)
         if runtime not in RUNTIMES:
             raise ValueError(f"runtime={runtime!r} is unknown; use {' or '.join(map(repr, RUNTIMES))}")
-        if runtime == "lightning" and self.loss_config != LossConfig():
-            raise ValueError(
-                f"loss_weight={self.loss_config.weight!r} and non_finite={self.loss_config.non_finite!r} are not in "
-                "Lightning's own strategies, which runtime='lightning' may choose; leave them out, or the runtime"
-            )
         if memory_gib is not None and not (isinstance(memory_gib, int | float) and 0 < memory_gib < math.inf):
             raise ValueError(f"memory_gib={memory_gib!r} is not the memory of a device; use GiB, such as 80")
         if batch_size is not None:
@@ -110,6 +106,9 @@ class AutoStrategy(TensorPipelineStrategy):
         self.seq = seq
         self.recompute = recompute
         self.runtime = runtime
+        # What is asked for in these words is to be found here only.
+        is_general = self.loss_config == LossConfig() and not isinstance(zero_stage, ZeroConfig)
+        self._may_be_left = runtime == "auto" and is_general
         self._fixed_zero: dict[str, Any] = {} if zero_stage is None else {"zero_stage": self.zero_config.stage}
         if self.zero_config.offload is not None:
             self._fixed_zero["offload"] = self.zero_config.offload
@@ -163,32 +162,47 @@ class AutoStrategy(TensorPipelineStrategy):
             chosen = last_resort(chosen, cases(moved), why_not)
         if not chosen.ranked and not chosen.rejected:
             raise ValueError(no_layout_text(cluster, given))
-        return RunnableChoices(**vars(chosen))
+        return RunnableChoices(**vars(chosen), units=block_classes(module))
 
     def setup_environment(self) -> None:
         """Starts the process group and plans; makes the groups of the layout, or leaves the trainer to a successor."""
-        if self.runtime == "lightning" and self._mesh is None:
+        if self._may_be_left and self._mesh is None:
             refuse_left_apart(self._module())
             DDPStrategy.setup_environment(self)
-            self.choices = self._planned()
-            precision = str(self.precision_plugin.precision)
-            able = lightning_runtime(self.choices, self.root_device.type, precision)
-            if able is not None:
-                _print(self.choices, self._assumed())
-                succeed(self._trainer(), self.choices, able)
+            self.choices = self._planned({})
+            left = self._left_to_lightning(self.choices)
+            if left is not None:
+                choice, runtime = left
+                self.choices = self.choices.led_by(choice)
+                order = "the simplest first, then the fastest"
+                _print(self.choices, self._assumed(), order)
+                succeed(self._trainer(), self.choices, runtime)
                 return
         super().setup_environment()
+
+    def _left_to_lightning(self, choices: RunnableChoices) -> tuple[Choice, str] | None:
+        """What a strategy of Lightning's own is to run, and which; None if nothing, with a word on why if one could."""
+        replicas = {"tensor": 1, "pipeline": 1, "micro_batch": self._batch()}
+        fixed = self._fixed(self._module())
+        if not choices.ranked or any(fixed.get(name, size) != size for name, size in replicas.items()):
+            return None
+        precision = str(self.precision_plugin.precision)
+        found = simplest(choices, self._planned(replicas), self.root_device.type, precision)
+        lacks = "" if found is None else what_lacks(found[1], self._trainer())
+        if found is not None and lacks:
+            rank_zero_info(f"lightning_parallel: this package runs the plan, and not Lightning's {found[1]}: {lacks}")
+        return None if lacks else found
 
     def _choose_layout(self) -> ParallelLayout:
         """Takes over what the planner says."""
         if self.choices is None:
-            self.choices = self._planned()
+            self.choices = self._planned({})
         self._adopt(self.choice)
         _print(self.choices, self._assumed())
         return super()._choose_layout()
 
-    def _planned(self) -> RunnableChoices:
-        """Asks the planner. Collective over the world."""
+    def _planned(self, sizes: Mapping[str, int]) -> RunnableChoices:
+        """Asks the planner, with sizes beside those that the user fixed. Collective over the world."""
         module = self._module()
         memory = self._device_memory()
         facts = comm.gather_objects((device_name(self.root_device), memory, host_memory()), whole_world())
@@ -203,7 +217,7 @@ class AutoStrategy(TensorPipelineStrategy):
         cluster = Cluster(gpu, self.num_processes, self.num_nodes, host_gib=host)
         precision = str(self.precision_plugin.precision)
         sums = self.zero_config.gradient_dtype
-        return self.plan(module, cluster, self._batch(), precision, shape, self._fixed(module), sums)
+        return self.plan(module, cluster, self._batch(), precision, shape, {**self._fixed(module), **sizes}, sums)
 
     def _assumed(self) -> list[str]:
         """What neither the user nor the module tells."""
@@ -271,5 +285,5 @@ def _read_shape(module: nn.Module, seq: int) -> ModelShape:
 
 
 @rank_zero_only
-def _print(choices: Choices, assumed: list[str]) -> None:
-    show_parts(plan_text({**choices.data(), "assumed": assumed}), standard_console())
+def _print(choices: Choices, assumed: list[str], order: str = "fastest first") -> None:
+    show_parts(plan_text({**choices.data(), "assumed": assumed, "order": order}), standard_console())

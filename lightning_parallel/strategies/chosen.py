@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, Strategy
+from torch import nn
 
-from lightning_parallel.planner.choose import Choices
+from lightning_parallel.planner.choose import Choice, Choices
 from lightning_parallel.planner.strategy_text import peers, trainer_arguments
 from lightning_parallel.strategies.config import ZeroConfig
 from lightning_parallel.strategies.planning import planned_zero
@@ -25,7 +26,17 @@ class RunnableChoices(Choices):
 
     A ``runtime`` is "lightning_parallel" for the strategies here, which run every plan, or "ddp", "fsdp" or "deepspeed"
     for Lightning's own.
+
+    Attributes:
+        units: classes of the model's blocks. FSDP gathers one at a time, which is what a plan reckons with.
     """
+
+    units: frozenset[type[nn.Module]] = frozenset()
+
+    def led_by(self, choice: Choice) -> RunnableChoices:
+        """The same with a choice at first, which is the best from now on."""
+        others = [other for other in self.ranked if other.plan.split != choice.plan.split]
+        return replace(self, ranked=(choice, *others))
 
     def strategy(self, runtime: str = _OURS) -> Strategy:
         """What runs the best plan, for ``Trainer(strategy=...)``.
@@ -37,6 +48,8 @@ class RunnableChoices(Choices):
         if runtime == _OURS:
             return self._ours()
         arguments = self._peer(runtime)["init_args"]
+        if runtime == "fsdp" and self.units:
+            arguments = {**arguments, "auto_wrap_policy": set(self.units)}
         return _PEERS[runtime](**arguments)
 
     def trainer_arguments(self, runtime: str = _OURS) -> dict[str, Any]:

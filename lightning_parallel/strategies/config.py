@@ -41,7 +41,7 @@ class TensorParallelConfig:
     """How layers are split over tensor ranks.
 
     Attributes:
-        size: ranks that share each layer; "auto" splits the devices of a node evenly between tensor and pipeline.
+        size: ranks that share each layer; "auto" is the even split of a node, or the planner's (see `even_or_planned`).
         plan: "auto", or pattern of module names -> style ("colwise", "rowwise", "colwise_qkv", "vocab", ...).
         sequence_parallel: also split activations between the split layers along the sequence.
     """
@@ -65,7 +65,7 @@ class PipelineConfig:
     """How blocks are spread over stages and batches over micro-batches.
 
     Attributes:
-        size: number of stages; "auto" splits the devices of a node evenly between tensor and pipeline.
+        size: number of stages; "auto" is the even split of a node, or the planner's (see `even_or_planned`).
         micro_batches: parts that each rank's batch is split into; "auto" is 4 per stage (1 without a pipeline). A
             batch with fewer samples gives fewer parts.
         schedule: "1f1b" or "gpipe".

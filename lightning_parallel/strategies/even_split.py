@@ -1,21 +1,22 @@
-"""Glue: sizes left "auto" are the even split of a node, or the planner's where a model cannot run or fit that way."""
+"""Glue: sizes left "auto" are the even split of a node, unless the planner knows one that runs, or runs faster."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_parallel import comm
-from lightning_parallel.commands.modules import shape_of_module
+from lightning_parallel.commands.modules import shape_of_module, tells_seq
 from lightning_parallel.layout import ParallelLayout
 from lightning_parallel.mesh import whole_world
-from lightning_parallel.planner.choose import choose
+from lightning_parallel.planner.choose import NOTABLE, Choice, choose
 from lightning_parallel.planner.hardware import Cluster
 from lightning_parallel.planner.job import TrainingJob
 from lightning_parallel.planner.model_shape import ModelShape
-from lightning_parallel.planner.search import rank_layouts
+from lightning_parallel.planner.search import SearchResult, rank_layouts
 from lightning_parallel.strategies import _compat
 from lightning_parallel.strategies.planning import (
     PlannedPipeline,
@@ -27,17 +28,18 @@ from lightning_parallel.strategies.planning import (
     zero_cases,
 )
 
-__all__ = ["even_or_planned"]
+__all__ = ["EvenSplit", "even_or_planned"]
 
 UNLIMITED_GIB = 1e9
 
 
 def even_or_planned(strategy: Any, even: ParallelLayout, sizes: tuple[Any, Any]) -> ParallelLayout:
-    """The even split, unless the planner can tell that it does not run and what does. Collective over the world.
+    """The even split, unless the planner can tell that it does not run, or what is faster. Collective over the world.
 
     Not every module shows its sizes: what cannot be read (layers built in `configure_model`, a plan of the user's own,
     unknown numbers of heads, of samples or of bytes) is not judged. What no layout runs stays with the even split,
-    whose own error is the clearer one.
+    whose own error is the clearer one. Speeds are compared where the device is in the planner's catalogue and the batch
+    and the length of sequences are known, among splits with as many replicas, so that the global batch stays.
 
     Args:
         strategy: a `TensorPipelineStrategy` whose processes have started; micro-batches that it left open are planned
@@ -47,31 +49,115 @@ def even_or_planned(strategy: Any, even: ParallelLayout, sizes: tuple[Any, Any])
     """
     if sizes != ("auto", "auto") or strategy.tensor_config.plan != "auto":
         return even
+    module, precision = strategy._module(), str(strategy.precision_plugin.precision)
     try:
-        shape = shape_of_module(strategy._module(), heads_known=True)
-        planned_states(str(strategy.precision_plugin.precision), 0)
+        shape = shape_of_module(module, heads_known=True)
+        planned_states(precision, 0)
         cluster = _cluster(strategy)
     except ValueError:
         return even
-    reason = _why_not_even(strategy, shape, cluster, even)
-    if not reason:
-        return even
-    batch = _compat.training_batch_size(strategy._trainer()) or 1
-    precision = str(strategy.precision_plugin.precision)
-    cases = zero_cases(shape, cluster, batch, precision, _fixed(strategy), strategy.zero_config.gradient_dtype)
-    ranked = choose(cases, why_not).ranked
-    if not ranked:
-        return even
-    split = ranked[0].plan.split
-    if strategy.pipeline_config.micro_batches == "auto":
-        planned = split.micro_batches(ranked[0].job)
-        strategy.pipeline_config = PlannedPipeline.of(strategy.pipeline_config, split.pipeline, planned)
-    rank_zero_info(
-        f"lightning_parallel: the even split, tensor {even.tensor} x pipeline {even.pipeline} x data {even.data}, does "
-        f"not run this model: {reason}; planned instead: tensor {split.tensor} x pipeline {split.pipeline} x data "
-        f"{split.data}"
+    batch = _compat.training_batch_size(strategy._trainer())
+    parts, open_parts = strategy.pipeline_config.micro_batches_for(even.pipeline), _leaves_parts(strategy)
+    split = EvenSplit(
+        even, shape, cluster, batch, precision, _fixed(strategy), parts, open_parts, strategy.zero_config.gradient_dtype
     )
-    return split.layout
+    reason = split.why_not()
+    choice = None
+    if reason:
+        choice, why = split.what_runs(), f"does not run this model: {reason}"
+    elif tells_seq(module) and module.automatic_optimization:
+        choice = split.what_is_faster()
+        why = "" if choice is None else f"takes {split.seconds / choice.seconds_per_sequence:.2f} times as long"
+    if choice is None:
+        return even
+    planned = choice.plan.split
+    if open_parts:
+        planned_parts = planned.micro_batches(choice.job)
+        strategy.pipeline_config = PlannedPipeline.of(strategy.pipeline_config, planned.pipeline, planned_parts)
+    rank_zero_info(
+        f"lightning_parallel: the even split, tensor {even.tensor} x pipeline {even.pipeline} x data {even.data}, "
+        f"{why}; planned instead: tensor {planned.tensor} x pipeline {planned.pipeline} x data {planned.data}"
+    )
+    return planned.layout
+
+
+@dataclass(frozen=True)
+class EvenSplit:
+    """The even split of a run, beside what the planner would make of the same devices.
+
+    Attributes:
+        even: the layout.
+        shape: of the model.
+        cluster: the machines, with the memory of the smallest device.
+        batch: sequences that the loader yields to a replica; None if nobody knows before it is made.
+        precision: as a Trainer names it.
+        fixed: fields of `planner.job.Candidate` that the user's options give.
+        parts: micro-batches that it would run.
+        plans_parts: whether other layouts may run others.
+        gradient_dtype: see `ZeroConfig`.
+    """
+
+    even: ParallelLayout
+    shape: ModelShape
+    cluster: Cluster
+    batch: int | None
+    precision: str
+    fixed: Mapping[str, Any]
+    parts: int
+    plans_parts: bool
+    gradient_dtype: str = "float32"
+
+    def why_not(self) -> str:
+        """The planner's reason against it; empty if there is none."""
+        rejected = self._planned().rejected
+        return rejected[0].reason if rejected else ""
+
+    @property
+    def seconds(self) -> float:
+        """Planned seconds per sequence.
+
+        Raises:
+            IndexError: it does not run.
+        """
+        found = self._planned()
+        return found.plans[0].time.total / found.job.global_batch
+
+    def what_runs(self) -> Choice | None:
+        """The fastest layout of as many replicas, which keeps the global batch, or else of any; None if none runs."""
+        return self._fastest({"data": self.even.data}) or self._fastest({})
+
+    def what_is_faster(self) -> Choice | None:
+        """The fastest of as many replicas, if it gains notably on the even split and speeds are known at all."""
+        if self.batch is None or self.cluster.gpu.is_host:
+            return None
+        found = self._fastest({"data": self.even.data})
+        if found is None or found.plan.split.layout == self.even:
+            return None
+        return found if found.seconds_per_sequence <= (1 - NOTABLE) * self.seconds else None
+
+    def _fastest(self, fixed: Mapping[str, Any]) -> Choice | None:
+        batch = self.batch or 1
+        given = {**self.fixed, **fixed}
+        if not self.plans_parts:
+            given["micro_batch"] = self._micro_batch
+        cases = zero_cases(self.shape, self.cluster, batch, self.precision, given, self.gradient_dtype)
+        return next(iter(choose(cases, why_not).ranked), None)
+
+    @property
+    def _micro_batch(self) -> int:
+        batch = self.batch or 1
+        return -(-batch // min(batch, self.parts))
+
+    def _planned(self) -> SearchResult:
+        cluster = self.cluster
+        if self.batch is None:
+            cluster = replace(cluster, gpu=replace(cluster.gpu, memory_gib=UNLIMITED_GIB))
+        stage = self.fixed["zero_stage"]
+        products, kept = planned_states(self.precision, stage, self.gradient_dtype)
+        read = self._micro_batch * min(self.batch or 1, self.parts) * self.even.data
+        job = TrainingJob(self.shape, cluster, read, precision=products, states=kept)
+        even = {"tensor": self.even.tensor, "pipeline": self.even.pipeline, "data": self.even.data}
+        return rank_layouts(job, {**self.fixed, **even, "micro_batch": self._micro_batch})
 
 
 def _cluster(strategy: Any) -> Cluster:
@@ -79,6 +165,10 @@ def _cluster(strategy: Any) -> Cluster:
     known = device_memory(strategy.root_device)
     least = min(comm.gather_objects(UNLIMITED_GIB if known is None else known, whole_world()))
     return Cluster(planned_gpu(strategy.root_device, least), strategy.num_processes, strategy.num_nodes)
+
+
+def _leaves_parts(strategy: Any) -> bool:
+    return bool(strategy.pipeline_config.micro_batches == "auto")
 
 
 def _fixed(strategy: Any) -> dict[str, Any]:
@@ -89,18 +179,3 @@ def _fixed(strategy: Any) -> dict[str, Any]:
         "sequence_parallel": strategy.tensor_config.sequence_parallel,
         "recompute": recomputation(strategy._module()),
     }
-
-
-def _why_not_even(strategy: Any, shape: ModelShape, cluster: Cluster, even: ParallelLayout) -> str:
-    """The planner's reason against the even split with the micro-batches that it would run; empty if there is none."""
-    batch = _compat.training_batch_size(strategy._trainer())
-    if batch is None:
-        batch, cluster = 1, replace(cluster, gpu=replace(cluster.gpu, memory_gib=UNLIMITED_GIB))
-    parts = min(batch, strategy.pipeline_config.micro_batches_for(even.pipeline))
-    micro_batch = -(-batch // parts)
-    zero = strategy.zero_config
-    products, kept = planned_states(str(strategy.precision_plugin.precision), zero.stage, zero.gradient_dtype)
-    job = TrainingJob(shape, cluster, micro_batch * parts * even.data, precision=products, states=kept)
-    sizes = {"tensor": even.tensor, "pipeline": even.pipeline, "data": even.data, "micro_batch": micro_batch}
-    rejected = rank_layouts(job, {**_fixed(strategy), **sizes}).rejected
-    return rejected[0].reason if rejected else ""

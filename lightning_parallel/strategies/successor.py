@@ -10,29 +10,50 @@ from lightning.pytorch.plugins.precision import DeepSpeedPrecision, FSDPPrecisio
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_parallel.planner.choose import NOTABLE, Choice, Choices
 from lightning_parallel.planner.strategy_text import peers
 from lightning_parallel.strategies import _compat
 from lightning_parallel.strategies.chosen import RunnableChoices
 
-__all__ = ["lightning_runtime", "succeed", "take_over"]
+__all__ = ["lightning_runtime", "simplest", "succeed", "take_over"]
 
 # With a loss scaler FSDP and DeepSpeed have their own, and what the user set for the given one would be lost.
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 
-def lightning_runtime(choices: RunnableChoices, device: str, precision: str) -> str | None:
-    """Which of Lightning's own strategies runs the best plan with the loader's batches as they are.
+def simplest(choices: Choices, whole: Choices, device: str, precision: str) -> tuple[Choice, str] | None:
+    """The least sharding that Lightning's own strategies run about as fast as the best plan, and who runs it.
 
     Args:
         choices: what was planned.
+        whole: the same for replicas of the model that take the loader's batches as they are.
+        device: type of the devices.
+        precision: as a Trainer names it.
+
+    Returns:
+        None if nothing of theirs is less than `NOTABLE` behind.
+    """
+    limit = choices.best.seconds_per_sequence / (1 - NOTABLE)
+    for choice in sorted(whole.ranked, key=lambda choice: choice.plan.split.zero_stage):
+        runtime = lightning_runtime(choice, device, precision)
+        if runtime is not None and choice.seconds_per_sequence < limit:
+            return choice, runtime
+    return None
+
+
+def lightning_runtime(choice: Choice, device: str, precision: str) -> str | None:
+    """Which of Lightning's own strategies runs a plan with the loader's batches as they are.
+
+    Args:
+        choice: the plan.
         device: type of the devices; Lightning has FSDP and DeepSpeed for "cuda" only.
         precision: as a Trainer names it.
 
     Returns:
-        "ddp", "fsdp" or "deepspeed"; None if none of them does: layers or stages are split, batches are cut into
-        micro-batches, DeepSpeed alone would do and is not installed, or would scale losses its own way.
+        "ddp", "fsdp" or, for offload, "deepspeed"; None if none of them does: layers or stages are split, batches are
+        cut into micro-batches, DeepSpeed alone would do and is not installed, or would scale losses its own way.
     """
-    job, split = choices.best.job, choices.best.plan.split
+    job, split = choice.job, choice.plan.split
     if split.micro_batches(job) > 1:
         return None
     able = peers(job, split)
@@ -42,7 +63,8 @@ def lightning_runtime(choices: RunnableChoices, device: str, precision: str) -> 
         return None
     if "fsdp" in able:
         return "fsdp"
-    return "deepspeed" if "deepspeed" in able and find_spec("deepspeed") else None
+    offloads = split.offload != "none" and "deepspeed" in able
+    return "deepspeed" if offloads and find_spec("deepspeed") else None
 
 
 def succeed(trainer: Trainer, choices: RunnableChoices, runtime: str) -> None:
@@ -50,7 +72,7 @@ def succeed(trainer: Trainer, choices: RunnableChoices, runtime: str) -> None:
 
     Args:
         trainer: its strategy has set nothing up yet but the process group.
-        choices: what was planned.
+        choices: what was planned, the plan to be run at first.
         runtime: see `lightning_runtime`.
     """
     strategy: Any = choices.strategy(runtime)
@@ -58,7 +80,10 @@ def succeed(trainer: Trainer, choices: RunnableChoices, runtime: str) -> None:
     take_over(trainer, strategy)
     strategy.setup_environment()
     name = type(strategy).__name__
-    rank_zero_info(f"lightning_parallel: Lightning's {name} runs this plan, as runtime='lightning' allows")
+    rank_zero_info(
+        f"lightning_parallel: Lightning's {name} suffices and runs this plan; "
+        "AutoStrategy(runtime='lightning_parallel') would run it here"
+    )
 
 
 def take_over(trainer: Trainer, successor: Strategy) -> None:

@@ -70,7 +70,7 @@ class TensorPipelineStrategy(SteppingStrategy):
 
     Args:
         tensor_parallel_size: ranks that share each layer. "auto" splits the devices of one node as evenly as possible
-            between tensor and pipeline, tensor first; a model that cannot run or fit so gets a planned layout.
+            between tensor and pipeline, tensor first, or takes the planner's layout (see `even_or_planned`).
         pipeline_parallel_size: number of pipeline stages.
         micro_batches: parts that each rank's batch is split into; "auto" is 4 per stage.
         schedule: "1f1b" or "gpipe".

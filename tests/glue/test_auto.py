@@ -6,15 +6,18 @@ import contextlib
 import inspect
 import io
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from lightning.pytorch.strategies import (
@@ -32,16 +35,18 @@ from lightning_parallel.commands.answer import show_parts, standard_console
 from lightning_parallel.commands.plan_text import plan_text
 from lightning_parallel.layout import ParallelLayout
 from lightning_parallel.planner.advice import advice
-from lightning_parallel.planner.choose import Choices
+from lightning_parallel.planner.choose import NOTABLE, Choices
 from lightning_parallel.planner.hardware import GIB, Cluster, cpu_process, find_gpu, recognise
 from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.model_shape import ModelShape
 from lightning_parallel.planner.search import USABLE_MEMORY, search
 from lightning_parallel.planner.strategy_text import peers, strategy_of, trainer_line, yaml_text
 from lightning_parallel.planner.typical import typical_shape
+from lightning_parallel.strategies import even_split
 from lightning_parallel.strategies.chosen import RunnableChoices
+from lightning_parallel.strategies.lacking import what_lacks
 from lightning_parallel.strategies.planning import host_memory
-from lightning_parallel.strategies.successor import lightning_runtime, take_over
+from lightning_parallel.strategies.successor import lightning_runtime, simplest, take_over
 from tests.glue.oracle import QUIET, PeerSite, Site, assert_same
 from tests.glue.training import GPT, Tokens, weights
 from tests.harness import Ranks
@@ -102,7 +107,7 @@ def runs(rank: int, world_size: int, tight: float) -> Any:
     """With room for a replica on every rank; with less; by name."""
     found = []
     for memory, batch in ((AMPLE, 4), (tight, 8)):
-        strategy = AutoStrategy(memory_gib=memory)
+        strategy = AutoStrategy(memory_gib=memory, runtime="lightning_parallel")
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             after = trained(strategy, world_size, batch)
         split = strategy.choice.plan.split
@@ -126,7 +131,7 @@ def runs(rank: int, world_size: int, tight: float) -> Any:
     choices = AutoStrategy.plan(GPT(layers=4), cluster, 4, fixed={"zero_stage": 0, "recompute": "none"})
     chosen = [trained(choices.strategy(), world_size, 4)]
     module, site = GPT(layers=4, width=8), PeerSite((1, 1, world_size), rank)  # ddp's own sampler would shuffle
-    planned = AutoStrategy(memory_gib=AMPLE, runtime="lightning", batch_size=4, zero_stage=0)
+    planned = AutoStrategy(memory_gib=AMPLE, batch_size=4, zero_stage=0)
     seen = MemoryReport()
     trainer = site.trainer(strategy=planned, devices=world_size, max_steps=2, callbacks=[seen])
     with contextlib.redirect_stdout(io.StringIO()):
@@ -135,7 +140,7 @@ def runs(rank: int, world_size: int, tight: float) -> Any:
     assert seen.shape is planned.choice.job.shape, "reports know what was planned for a successor, too"
     assert planned.choice.plan.split.data == world_size
     chosen.append(weights(module))
-    split = AutoStrategy(memory_gib=AMPLE, runtime="lightning", tensor_parallel_size=2)
+    split = AutoStrategy(memory_gib=AMPLE, tensor_parallel_size=2)
     with contextlib.redirect_stdout(io.StringIO()):
         chosen.append(trained(split, world_size, 8))
     assert split.layout.tensor == 2, "who splits layers stays"
@@ -150,7 +155,9 @@ def runs(rank: int, world_size: int, tight: float) -> Any:
             chosen.append(trained(late, world_size, 8, callbacks=[report], kind=LateGPT))
     planned, held = report.ranks[0]["weights"]  # the rank that holds most
     assert held == pytest.approx(planned, rel=0.01), "reports know the shape that was planned with"
-    even = [told(TensorPipelineStrategy(), world_size, 8, 2), told(TensorPipelineStrategy(), world_size, 4, 3)]
+    even = [told(TensorPipelineStrategy(), world_size, 8, heads) for heads in (2, 3)]
+    with patch.object(even_split, "planned_gpu", lambda *_: find_gpu("rtx-4090")):  # as if these processes had such
+        even.append(told(TensorPipelineStrategy(), world_size, 8, 2))
     return found, measured, chosen, even
 
 
@@ -158,7 +165,7 @@ def test_it_becomes_the_layout_that_memory_allows(ranks: Ranks) -> None:
     expected = trained("auto", 1, 8)
     three_heads = trained("auto", 1, 8, 3)
     both = ranks(2, runs, tight_memory(), launch="lightning")
-    for rank, (found, measured, chosen, (even, uneven)) in enumerate(both):
+    for rank, (found, measured, chosen, (even, uneven, faster)) in enumerate(both):
         assert_same(measured, expected, "with measured micro-batches")
         for after in chosen:
             assert_same(after, expected, "the strategies of a plan made before, and layers made late")
@@ -166,12 +173,16 @@ def test_it_becomes_the_layout_that_memory_allows(ranks: Ranks) -> None:
         assert_same(even[1], expected, "the even split")
         assert even[2] == []
         assert_same(uneven[1], three_heads, "three heads")
-        # Two ranks cannot share three heads; on a CPU the fastest of what is left is data parallelism.
-        assert uneven[0] == (1, 1, 2)
+        assert uneven[0] == (1, 2, 1), "two ranks cannot share three heads, and one replica keeps the global batch"
         assert len(uneven[2]) == (rank == 0)
         for line in uneven[2]:
             assert "attention head count 3 cannot be split" in line
-            assert "planned instead: tensor 1 x pipeline 1 x data 2" in line
+            assert "planned instead: tensor 1 x pipeline 2 x data 1" in line
+        assert_same(faster[1], expected, "faster than the even split")
+        assert faster[0] == (1, 2, 1)
+        assert len(faster[2]) == (rank == 0)
+        for line in faster[2]:
+            assert re.search(r"takes \d\.\d\d times as long; planned instead: tensor 1 x pipeline 2 x data 1", line)
         for sizes, after, printed in found:
             assert_same(after, expected, str(sizes))
             assert ("layouts that fit, fastest first" in printed) == (rank == 0), "one rank tells"
@@ -389,8 +400,7 @@ def test_states_on_the_host_beside_tensor_ranks_are_proposed_and_run_as_written(
         ({"recompute": "some"}, "recompute='some' is unknown; use 'none' or"),
         ({"gpu": "h100"}, "GPU 'h100' is unknown"),
         ({"zero_stage": 7}, "stage 7 of ZeRO is not available"),
-        ({"runtime": "ddp"}, "runtime='ddp' is unknown; use 'lightning_parallel' or 'lightning'"),
-        ({"runtime": "lightning", "non_finite": "skip"}, "non_finite='skip' are not in Lightning's own strategies"),
+        ({"runtime": "ddp"}, "runtime='ddp' is unknown; use 'auto' or 'lightning_parallel'"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
@@ -411,7 +421,120 @@ def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
 )
 def test_lightning_runs_what_it_can(fixed: dict[str, Any], device: str, precision: str, runtime: str | None) -> None:
     choices = choices_of(**{"tensor": 1, "pipeline": 1, "micro_batch": 8, **fixed})
-    assert lightning_runtime(choices, device, precision) == runtime
+    assert lightning_runtime(choices.best, device, precision) == runtime
+
+
+def test_the_least_sharding_that_costs_little_is_preferred() -> None:
+    whole = choices_of(tensor=1, pipeline=1, micro_batch=8)
+    seconds = {choice.plan.split.zero_stage: choice.seconds_per_sequence for choice in whole.ranked}
+    fastest = min(seconds, key=seconds.__getitem__)
+    assert fastest > 0
+    assert seconds[0] < seconds[fastest] / (1 - NOTABLE)
+    for device in ("cpu", "cuda"):
+        found = simplest(whole, whole, device, "bf16-mixed")
+        assert found is not None
+        choice, runtime = found
+        assert (choice.plan.split.zero_stage, runtime) == (0, "ddp")
+    led = whole.led_by(choice)
+    assert led.best is choice
+    assert [c for c in led.ranked if c is not choice] == [c for c in whole.ranked if c is not choice]
+    assert isinstance(led.strategy("ddp"), DDPStrategy)
+    for stage in (2, 3):
+        sharded = choices_of(tensor=1, pipeline=1, micro_batch=8, zero_stage=stage)
+        found = simplest(sharded, sharded, "cuda", "bf16-mixed")
+        assert found is not None
+        assert found[1] == "fsdp"
+    split = choices_of(tensor=2, pipeline=1, zero_stage=0)
+    assert simplest(split, split, "cuda", "bf16-mixed") is None, "nobody else splits layers"
+    quick = replace(whole.best, plan=replace(whole.best.plan, time=replace(whole.best.plan.time, compute=0.0)))
+    ahead = replace(whole, ranked=(quick,))
+    assert simplest(ahead, whole, "cuda", "bf16-mixed") is None, "what is notably faster is not given up"
+
+
+class ReadsGradients(GPT):
+    def on_before_optimizer_step(self, optimizer: Any) -> None: ...
+
+
+class Nameless(GPT):
+    """Its blocks are no list."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.first, self.second = self.layers
+        del self.layers
+
+
+def _frozen() -> GPT:
+    module = GPT(layers=2)
+    next(module.parameters()).requires_grad_(False)
+    return module
+
+
+def _by_hand() -> GPT:
+    module = GPT(layers=2)
+    module.automatic_optimization = False
+    return module
+
+
+def _tied_blocks() -> GPT:
+    module = GPT(layers=2)
+    module.layers[1].ln1.weight = module.layers[0].ln1.weight
+    return module
+
+
+@pytest.mark.parametrize(
+    ("runtimes", "make", "options", "lack"),
+    [
+        ("ddp fsdp deepspeed", lambda: GPT(layers=2), {}, ""),
+        ("ddp fsdp deepspeed", _by_hand, {}, "steps by hand"),
+        ("ddp fsdp deepspeed", _frozen, {}, "parameters are frozen"),
+        ("ddp fsdp deepspeed", lambda: GPT(layers=2), {"callbacks": [BackboneFinetuning()]}, "parameters are frozen"),
+        (
+            "ddp fsdp deepspeed",
+            lambda: GPT(layers=2),
+            {"callbacks": [MicroBatchSizer()]},
+            "MicroBatchSizer cuts batches",
+        ),
+        ("ddp", ReadsGradients, {}, ""),
+        ("fsdp deepspeed", ReadsGradients, {}, "on_before_optimizer_step would see gradients in shards"),
+        ("fsdp deepspeed", lambda: GPT(layers=2), {"callbacks": [StochasticWeightAveraging(0.1)]}, "average shards"),
+        ("fsdp deepspeed", lambda: GPT(layers=2), {"callbacks": [EMAWeightAveraging()]}, "average shards"),
+        ("fsdp", lambda: GPT(layers=2), {"gradient_clip_val": 1.0}, "FSDP does not clip by norm"),
+        ("deepspeed", lambda: GPT(layers=2), {"gradient_clip_val": 1.0}, ""),
+        ("fsdp", lambda: GPT(layers=2), {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, ""),
+        (
+            "deepspeed",
+            lambda: GPT(layers=2),
+            {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
+            "by value",
+        ),
+        ("fsdp", Nameless, {}, "no repeated blocks"),
+        ("fsdp", _tied_blocks, {}, "no repeated blocks"),
+    ],
+)
+def test_lightning_is_left_what_it_does_alike(runtimes: str, make: Any, options: dict[str, Any], lack: str) -> None:
+    trainer = Trainer(accelerator="cpu", strategy=AutoStrategy(memory_gib=AMPLE), devices=1, **{**QUIET, **options})
+    trainer.strategy.connect(make())
+    for runtime in runtimes.split():
+        found = what_lacks(runtime, trainer)
+        assert lack in found, found
+        assert bool(lack) == bool(found), found
+
+
+def test_fsdp_gathers_a_block_at_a_time() -> None:
+    cluster = Cluster(find_gpu("h100-80gb"), gpus_per_node=8)
+    choices = AutoStrategy.plan(GPT(layers=4), cluster, 8, fixed={"tensor": 1, "pipeline": 1, "zero_stage": 3})
+    policy: Any = choices.strategy("fsdp")
+    assert policy.kwargs["auto_wrap_policy"]._module_classes == {type(GPT(layers=1).layers[0])}
+
+
+@pytest.mark.parametrize(
+    "options", [{"loss_weight": "valid_labels"}, {"non_finite": "skip"}, {"zero_stage": ZeroConfig(2)}]
+)
+def test_what_only_this_package_does_stays(options: dict[str, Any]) -> None:
+    assert AutoStrategy(memory_gib=AMPLE)._may_be_left
+    assert not AutoStrategy(memory_gib=AMPLE, **options)._may_be_left
+    assert not AutoStrategy(memory_gib=AMPLE, runtime="lightning_parallel")._may_be_left
 
 
 def test_fsdp_and_deepspeed_need_gpus() -> None:
@@ -423,7 +546,7 @@ def test_a_successor_takes_what_the_trainer_was_given() -> None:
     plugin = AsyncCheckpointIO()
     trainer = Trainer(
         accelerator="cpu", devices=2, precision="bf16-mixed", plugins=[plugin], sync_batchnorm=True,
-        strategy=AutoStrategy(runtime="lightning", memory_gib=AMPLE), **QUIET,
+        strategy=AutoStrategy(memory_gib=AMPLE), **QUIET,
     )  # fmt: skip
     planner: Any = trainer.strategy
     choices = choices_of(tensor=1, pipeline=1, zero_stage=3, micro_batch=8)

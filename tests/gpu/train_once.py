@@ -95,7 +95,7 @@ class Case:
         if self.planned is not None:
             sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "zero_stage": self.planned}
             batch = BATCH // self.replicas
-            return AutoStrategy(memory_gib=8, batch_size=batch, shape=SHAPE, runtime="lightning", **sizes)
+            return AutoStrategy(memory_gib=8, batch_size=batch, shape=SHAPE, **sizes)
         if self.tensor == 0:
             return "auto"
         return TensorPipelineStrategy(
