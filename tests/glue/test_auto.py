@@ -446,7 +446,7 @@ def test_the_least_sharding_that_costs_little_is_preferred() -> None:
         assert found[1] == "fsdp"
     split = choices_of(tensor=2, pipeline=1, zero_stage=0)
     assert simplest(split, split, "cuda", "bf16-mixed") is None, "nobody else splits layers"
-    quick = replace(whole.best, plan=replace(whole.best.plan, time=replace(whole.best.plan.time, compute=0.0)))
+    quick = whole.best._replace(plan=replace(whole.best.plan, time=replace(whole.best.plan.time, compute=0.0)))
     ahead = replace(whole, ranked=(quick,))
     assert simplest(ahead, whole, "cuda", "bf16-mixed") is None, "what is notably faster is not given up"
 
