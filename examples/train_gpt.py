@@ -114,7 +114,7 @@ class GPT(LightningModule):
         context: int = 64,
         dropout: float = 0.0,
         tie_head: bool = False,
-        lr: float = 1.5e-3,
+        lr: float = 1e-3,
         weight_decay: float = 0.1,
     ) -> None:
         super().__init__()
@@ -295,8 +295,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="tp_pp", help="any Trainer strategy: tp_pp, tp, pp, ddp, ...")
     parser.add_argument("--devices", type=int, default=num_gpus or (4 if (os.cpu_count() or 1) >= 2 else 2))
-    parser.add_argument("--max-steps", type=int, default=240)
-    parser.add_argument("--val-every", type=int, default=80, help="steps between validations")
+    parser.add_argument("--max-steps", type=int, default=200)
+    parser.add_argument("--val-every", type=int, default=100, help="steps between validations")
     parser.add_argument("--data", nargs="+", default=[], help="files or folders (default: the standard library)")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--layers", type=int, default=4)
@@ -306,7 +306,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--tie-head", action="store_true", help="one matrix for the embedding and the head")
-    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", default="runs/gpt", help="folder of logs and checkpoints")
     parser.add_argument("--verify", metavar="CHECKPOINT", help="only load and validate it with a plain Trainer")
