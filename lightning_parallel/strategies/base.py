@@ -26,6 +26,7 @@ from lightning_parallel.strategies.failures import FailureWatch
 from lightning_parallel.strategies.hooks import agree_on_epoch_end
 from lightning_parallel.strategies.left_apart import AFTER_AN_EXCEPTION, AS_ASKED_FOR, refuse_left_apart
 from lightning_parallel.strategies.optimizers import KnownOptimizers, refuse_step
+from lightning_parallel.strategies.parted import reading_parts
 from lightning_parallel.strategies.partition import Partition
 from lightning_parallel.strategies.predictions import PredictionGatherer
 from lightning_parallel.strategies.refusals import refuse_data, refuse_objects, refuse_options
@@ -328,6 +329,9 @@ class PartitionedStrategy(DDPStrategy):
         self._watch.tell(exception)
         super().on_exception(exception)
 
+    def _close_optimizers(self) -> None:
+        """The run is over, and the module whole again: what optimizers keep is not."""
+
     def teardown(self) -> None:
         """Puts the plain module back, with the trained weights on every rank.
 
@@ -347,8 +351,9 @@ class PartitionedStrategy(DDPStrategy):
             self._split_module().restore(reason)
         self._runner = None
         self._epoch = -1
-        with _compat.unmovable_left_alone(self):
+        with _compat.unmovable_left_alone(self), reading_parts(*self.optimizers):
             super().teardown()
+        self._close_optimizers()
         late_sigterm = not self._failed and self._watch.finish()
         self._watch.close(self._failed)
         if late_sigterm:

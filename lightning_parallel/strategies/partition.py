@@ -164,12 +164,23 @@ class Partition:
         """Parameters that this stage holds, by name in the plain model, in its order."""
         return {n: p for n, p in self.originals.items() if self.shards.holds(n)}
 
-    def adopt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Makes an optimizer built on the whole model fit: placeholders for foreign parameters, shards of state."""
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer, has_parts: bool = False) -> None:
+        """Makes an optimizer built on the whole model fit: placeholders for foreign parameters, shards of state.
+
+        Args:
+            optimizer: whose groups hold the parameters of the whole model.
+            has_parts: its state is that of this rank already.
+        """
         stand_ins = self.cut.stand_ins if self.cut is not None else {}
         for group in optimizer.param_groups:
             group["params"] = [stand_ins.get(id(p), p) for p in group["params"]]
-        split_optimizer_state(self.shards, optimizer, self.names)
+        if not has_parts:
+            split_optimizer_state(self.shards, optimizer, self.names)
+
+    def release_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Puts the parameters of other stages back into the groups, whose placeholders end with the run."""
+        for group in optimizer.param_groups:
+            group["params"] = [self.originals.get(self.names.get(id(p), ""), p) for p in group["params"]]
 
     def split_copies(self, copies: list[tuple[Any, str, nn.Module]]) -> None:
         """Splits copies of the plain module that callbacks made (weight averages) in the same way.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
@@ -40,6 +40,7 @@ from lightning_parallel.strategies.optimizers import (
     refuse_step,
     refuse_unshardable,
 )
+from lightning_parallel.strategies.parted import PartedState, mark_parted, take_parts
 from lightning_parallel.strategies.partition import Partition, make_partition, synchronize_start
 from lightning_parallel.strategies.precision import derive_precision
 from lightning_parallel.strategies.refusals import (
@@ -227,7 +228,7 @@ class TensorPipelineStrategy(SteppingStrategy):
         if step_name == "training_step":
             self._trained = partition
             for optimizer in self.optimizers:
-                partition.adopt_optimizer(optimizer)
+                partition.adopt_optimizer(optimizer, has_parts=take_parts(optimizer, self._kind_of_parts(partition)))
             self._sharding = self._shard_replicas(trainer, partition)
             if self.mesh.model is not None:
                 ranks = self.layout.tensor * self.layout.pipeline
@@ -242,6 +243,21 @@ class TensorPipelineStrategy(SteppingStrategy):
         self._span.hidden = self._sight.hidden
         self._sight.open(trainer, partition, self.optimizers)
         self._report.show(layout_tables(self.layout, partition, self._runner.options, module, self.zero_config))
+
+    def _kind_of_parts(self, partition: Partition) -> Hashable:
+        """What has to agree for two runs to divide an optimizer's state in the same way; files are not kept for one."""
+        if self.zero_config.offload == "nvme":
+            return object()
+        names = (*partition.local_parameters, *partition.tags)
+        return self.layout, self.zero_config, self.bucket_bytes, names
+
+    def _close_optimizers(self) -> None:
+        partition = self._trained
+        if partition is not None and (self._sharding is not None or not partition.shards.is_whole):
+            for optimizer in self.optimizers:
+                partition.release_optimizer(optimizer)
+                if not isinstance(optimizer.state, PartedState):
+                    mark_parted(optimizer, self.world_size, self._kind_of_parts(partition))
 
     def _shard_replicas(self, trainer: Trainer, partition: Partition) -> ReplicaSharding | None:
         """ZeRO over the replicas, if it was asked for and does something."""

@@ -16,6 +16,7 @@ from lightning_parallel.checkpoint.optimizer_states import (
 )
 from lightning_parallel.strategies import _compat, metric_states
 from lightning_parallel.strategies.base import PartitionedStrategy
+from lightning_parallel.strategies.parted import reading_parts
 from lightning_parallel.strategies.partition import materialize
 
 __all__ = ["WholeCheckpointStrategy"]
@@ -71,7 +72,7 @@ class WholeCheckpointStrategy(PartitionedStrategy):
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         if self._trained is None:
             return optimizer.state_dict()
-        with self._sight.hidden(), self._whole_state(optimizer):
+        with reading_parts(optimizer), self._sight.hidden(), self._whole_state(optimizer):
             if self.mesh.data_rank != 0:
                 return outline_optimizer_state(optimizer)
             return full_optimizer_state(self._trained.shards, optimizer, self._trained.names, self.is_global_zero)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.gradient_sync import GradientCompleter
 from lightning_parallel.mesh import Mesh
+from lightning_parallel.strategies.parted import PartedState
 from lightning_parallel.strategies.partition import Partition
 from lightning_parallel.whole.reads import ServedReads
 from lightning_parallel.whole.tensor import WholeParameter, WholeTensor
@@ -162,7 +163,7 @@ class WholeView:
         self.reads = ServedReads(self._readers(partition.mesh))
         self._present = self.reads.register(self._gather_presence)
         self._presence: dict[str, bool] | None = None
-        self._shown_states: dict[int, _PartedState] = {}
+        self._shown_states: dict[int, PartedState] = {}
         self._stand_ins: dict[int, Tensor] = {}  # id of what the step uses -> what hooks see
         self._locals: dict[int, Tensor] = {}  # id of what hooks see -> what the step uses
         self._places: list[tuple[dict[str, Any], str, Tensor]] = []
@@ -331,7 +332,7 @@ class WholeView:
 
     def _swap_state(self, optimizer: Any, show: bool) -> None:
         if show:
-            optimizer.state = self._shown_states[id(optimizer)] = _PartedState(optimizer.state)
+            optimizer.state = self._shown_states[id(optimizer)] = PartedState(optimizer.state)
             return
         given, shown = optimizer.state, self._shown_states.pop(id(optimizer))
         optimizer.state = shown.parts
@@ -343,33 +344,6 @@ class WholeView:
                 "with optimizer.state.clear(), or load a whole one from a checkpoint: trainer.fit(..., ckpt_path=...)"
             )
         shown.clear()
-
-
-class _PartedState:
-    """An optimizer's state as hooks see it: all of it may be scaled or dropped, but not read by parameter."""
-
-    def __init__(self, parts: Any) -> None:
-        self.parts = parts
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def values(self) -> Any:
-        """What this rank keeps for each of its parts."""
-        return self.parts.values()
-
-    def clear(self) -> None:
-        """Drops everything."""
-        self.parts.clear()
-
-    def _refuse(self, *args: Any) -> Any:
-        raise RuntimeError(
-            "an optimizer's state is divided over the ranks, so that hooks cannot read it by parameter; "
-            "trainer.save_checkpoint() writes it whole, and optimizer.state.values() reaches every part"
-        )
-
-    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = _refuse
-    get = items = keys = pop = setdefault = update = _refuse
 
 
 def _replaced(what: str, name: str) -> RuntimeError:
