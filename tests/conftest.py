@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
 # Before torch and scipy are loaded: on few cores, which ranks share, more threads of theirs only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A million objects of imported modules would be looked through again and again while they are made, and after that.
+gc.disable()
 
 from collections.abc import Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from tests.harness import Ranks
 
 # What is drawn is small (stages, micro-batches, sizes): a fault shows within a few examples, and each run draws others.
-settings.register_profile("suite", max_examples=40, deadline=None)
+settings.register_profile("suite", max_examples=25, deadline=None)
 settings.load_profile("suite")
 
 GPU_TESTS = Path(__file__).parent / "gpu"
@@ -33,6 +36,12 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     import torch
 
     return None if torch.cuda.is_available() else True
+
+
+def pytest_collection_finish() -> None:
+    """Every test module has been imported."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

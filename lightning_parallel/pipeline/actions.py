@@ -32,15 +32,17 @@ class Kind(Enum):
     RECV_BACKWARD = "RB"
     REDUCE = "R"
 
+    __hash__ = object.__hash__  # there is one object of each kind; Enum's own hash runs Python for every look-up
+
     @property
     def is_send(self) -> bool:
         """Whether it hands a boundary tensor to a neighbour."""
-        return self in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+        return self is Kind.SEND_FORWARD or self is Kind.SEND_BACKWARD
 
     @property
     def is_receive(self) -> bool:
         """Whether it takes a boundary tensor from a neighbour."""
-        return self in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
+        return self is Kind.RECV_FORWARD or self is Kind.RECV_BACKWARD
 
     @property
     def is_communication(self) -> bool:

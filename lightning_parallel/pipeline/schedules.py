@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from lightning_parallel.pipeline.actions import Action, Kind, Schedule, plan_grid
 
@@ -115,6 +116,7 @@ def add_reduction(plan: Plan) -> Plan:
     )
 
 
+@lru_cache(maxsize=16)  # who builds one checks it, and so does whoever simulates it, for each kind of transfer
 def validate_schedule(schedule: Schedule, training: bool = True) -> None:
     """Check that a schedule computes every micro-batch once, in a possible order, and that transfers match.
 
@@ -164,18 +166,20 @@ def _problem(schedule: Schedule, rank: int, action: Action, done: set[Action], t
     return ""
 
 
+_PREREQUISITES = {
+    Kind.BACKWARD: Kind.FORWARD,
+    Kind.WEIGHT: Kind.BACKWARD,
+    Kind.SEND_FORWARD: Kind.FORWARD,
+    Kind.SEND_BACKWARD: Kind.BACKWARD,
+}
+
+
 def _prerequisites(schedule: Schedule, action: Action) -> Iterator[Action]:
     needed = action.needs(schedule.stages)
     if needed is not None and _crosses(schedule, needed):
         yield needed
-    before = {
-        Kind.BACKWARD: Kind.FORWARD,
-        Kind.WEIGHT: Kind.BACKWARD,
-        Kind.SEND_FORWARD: Kind.FORWARD,
-        Kind.SEND_BACKWARD: Kind.BACKWARD,
-    }
-    if action.kind in before:
-        yield Action(before[action.kind], action.stage, action.micro_batch)
+    if action.kind in _PREREQUISITES:
+        yield Action(_PREREQUISITES[action.kind], action.stage, action.micro_batch)
 
 
 def _required(schedule: Schedule, rank: int, done: set[Action], training: bool) -> Iterator[Action]:

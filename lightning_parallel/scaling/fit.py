@@ -214,7 +214,10 @@ class _Data:
 
     def value(self, theta: Vector) -> Vector:
         """The objective in units of delta^2, for one or many points."""
-        size = np.abs(self._terms(theta)[1]) / self.delta
+        return self._huber(self._terms(theta)[1])
+
+    def _huber(self, residuals: Vector) -> Vector:
+        size = np.abs(residuals) / self.delta
         return np.asarray(np.where(size <= 1, 0.5 * size**2, size - 0.5).sum(-1), dtype=np.float64)
 
     def value_and_gradient(self, theta: Vector) -> tuple[float, Vector]:
@@ -222,7 +225,7 @@ class _Data:
         logs, residuals = self._terms(theta)
         pull = np.clip(residuals / self.delta, -1, 1)[:, None] * np.exp(logs) / self.delta
         slopes = (-(pull[:, 0] @ self.params), -(pull[:, 1] @ self.tokens))
-        return float(self.value(theta)), np.array([*pull.sum(0), *slopes])
+        return float(self._huber(residuals)), np.array([*pull.sum(0), *slopes])
 
     def descend(self, start: Vector) -> tuple[float, Vector]:
         """Objective (in units of delta^2) and place of the minimum below a start."""

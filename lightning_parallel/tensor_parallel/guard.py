@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_parallel.calls import name_of, tensors_in
 from lightning_parallel.tensor_parallel.rules import TensorPlan
 from lightning_parallel.tensor_parallel.styles import COLUMN_STYLES
 from lightning_parallel.tensor_parallel.user_hooks import UserHooks
@@ -137,21 +137,21 @@ class SplitParameterGuard:
         self._layer_depth -= id(module) in self._layers
         if self._parts is None:
             return
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and id(module) in self._columns:
-                self._parts[leaf] = self._columns[id(module)]
-            elif isinstance(leaf, Tensor) and id(module) in self._whole:
-                self._parts.pop(leaf, None)  # the sum over the ranks, or gathered
+        for tensor in tensors_in((output,)):
+            if id(module) in self._columns:
+                self._parts[tensor] = self._columns[id(module)]
+            elif id(module) in self._whole:
+                self._parts.pop(tensor, None)  # the sum over the ranks, or gathered
 
     def origin_of(self, tensor: Tensor) -> str | None:
         """The column layer that an activation comes from, of which this rank has a part."""
-        return None if self._parts is None else self._parts.get(tensor)
+        return self._parts.get(tensor) if self._parts else None
 
     def note_part(self, result: Any, origin: str) -> None:
         """What was computed from a part is one, too."""
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and self._parts is not None:
-                self._parts[leaf] = origin
+        for tensor in tensors_in((result,)):
+            if self._parts is not None:
+                self._parts[tensor] = origin
 
     def is_harmless(self, name: str) -> bool:
         """Whether a function may meet a part at this moment."""
@@ -178,7 +178,7 @@ class SplitParameterGuard:
         """The error for one use of a parameter."""
         layer = parameter.rpartition(".")[0]
         return SplitParameterError(
-            f"{self._user_of(what)} uses {parameter} outside of {layer or 'its module'} (in {_name_of(function)}), but "
+            f"{self._user_of(what)} uses {parameter} outside of {layer or 'its module'} (in {name_of(function)}), but "
             f"each of {self.ranks} tensor ranks holds only a part of it there; call the layer, keep it whole with plan="
             f"{{..., {layer!r}: 'replicate'}}, or use tensor_parallel_size=1"
         )
@@ -197,12 +197,12 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = _name_of(func)
+        name = name_of(func)
         origin = None
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                self._check(leaf, func, name)
-                origin = origin or self.guard.origin_of(leaf)
+        for tensor in tensors_in((*args, *kwargs.values())):
+            found = self.guard.origin_of(tensor)
+            self._check(tensor, found, func, name)
+            origin = origin or found
         result = func(*args, **kwargs)
         if origin is not None:
             self.guard.note_part(result, origin)
@@ -210,10 +210,9 @@ class _Watch(TorchFunctionMode):
             self.gradients[id(result)] = (f"the gradient of {self.guard.names[id(args[0])]}", result)
         return result
 
-    def _check(self, tensor: Tensor, func: Any, name: str) -> None:
+    def _check(self, tensor: Tensor, origin: str | None, func: Any, name: str) -> None:
         if name in _HARMLESS:
             return
-        origin = self.guard.origin_of(tensor)
         if origin is not None and not self.guard.is_harmless(name):
             raise self.guard.activation_refusal(origin, name, self.what)
         if name == "grad":
@@ -255,10 +254,3 @@ def _counting(module: nn.Module, enter: Callable[..., None], leave: Callable[...
         module.register_forward_pre_hook(enter, prepend=True),
         module.register_forward_hook(leave, always_call=True, prepend=True),
     ]
-
-
-def _name_of(function: Any) -> str:
-    """`norm` of `Tensor.norm`, `grad` of the getter or setter of `Tensor.grad`."""
-    name = getattr(function, "__name__", str(function))
-    owner = getattr(function, "__self__", None)
-    return str(getattr(owner, "__name__", name)) if name in ("__get__", "__set__", "__delete__") else str(name)

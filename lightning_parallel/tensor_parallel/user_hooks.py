@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from lightning_parallel.calls import tensors_in
 from lightning_parallel.tensor_parallel.rules import TensorPlan
 from lightning_parallel.tensor_parallel.styles import COLUMN_STYLES
 
@@ -33,7 +33,7 @@ class _Hooked:
         """What a hook is handed: (module, inputs, [keywords,] [output])."""
         inputs, outputs = (args[1:-1], args[-1:]) if is_after else (args[1:], ())
         found = ((self.inputs_of, inputs), (self.outputs_of, outputs))
-        return {layer: [t for t in tree_leaves(v) if isinstance(t, Tensor)] for layer, v in found if layer}
+        return {layer: list(tensors_in(v)) for layer, v in found if layer}
 
 
 class UserHooks:

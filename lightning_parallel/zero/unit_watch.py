@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+
+from lightning_parallel.calls import name_of, tensors_in
 
 __all__ = ["AbsentParameterError", "UnitWatch"]
 
@@ -85,9 +86,9 @@ class UnitWatch:
         if not self._is_due("backward"):
             return
         for node in _nodes_of(loss):
-            for leaf in tree_leaves(list(vars(node).values())) if isinstance(node, BackwardCFunction) else ():
-                name = self.names.get(id(leaf)) if isinstance(leaf, Tensor) else None
-                if name is not None and self.is_absent(leaf):
+            for tensor in tensors_in(vars(node).values()) if isinstance(node, BackwardCFunction) else ():
+                name = self.names.get(id(tensor))
+                if name is not None and self.is_absent(tensor):
                     kind = type(node).__name__.removesuffix("Backward")
                     raise AbsentParameterError(
                         f"{kind} keeps {name} as an attribute of ctx, but stage 3 of ZeRO frees it before the backward "
@@ -116,11 +117,11 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = _name_of(func)
+        name = name_of(func)
         if name not in _HARMLESS:
-            for leaf in tree_leaves((args, kwargs)):
-                found = self.watch.names.get(id(leaf)) if isinstance(leaf, Tensor) else None
-                if found is not None and self.watch.is_absent(leaf):
+            for tensor in tensors_in((*args, *kwargs.values())):
+                found = self.watch.names.get(id(tensor))
+                if found is not None and self.watch.is_absent(tensor):
                     raise self.watch.refusal(found, name, self.what)
         return func(*args, **kwargs)
 
@@ -134,10 +135,3 @@ def _nodes_of(loss: Tensor) -> Iterator[Any]:
             seen.add(node)
             yield node
             waiting += [following for following, _ in node.next_functions]
-
-
-def _name_of(function: Any) -> str:
-    """`norm` of `Tensor.norm`, `grad` of the getter or setter of `Tensor.grad`."""
-    name = getattr(function, "__name__", str(function))
-    owner = getattr(function, "__self__", None)
-    return str(getattr(owner, "__name__", name)) if name in ("__get__", "__set__", "__delete__") else str(name)

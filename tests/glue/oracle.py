@@ -195,6 +195,16 @@ def held(trainer: Trainer, module: LightningModule) -> dict[str, nn.Parameter]:
     return dict(module.named_parameters()) if partition is None else partition.local_parameters
 
 
+def readable(trainer: Trainer, module: LightningModule) -> dict[str, nn.Parameter]:
+    """The parameters whose values and gradients are read at the least cost.
+
+    What hooks are shown is gathered from all ranks for every read, which takes longer than a step. Where nothing is
+    sharded over replicas, what a rank holds tells as much to a test that does not ask about the reading itself.
+    """
+    zero = getattr(trainer.strategy, "zero_config", None)
+    return held(trainer, module) if zero is None or zero.stage == 0 else dict(module.named_parameters())
+
+
 # ------------------------------------------------------------------------------------------------ comparison
 Scenario = Callable[[Site], Any]
 

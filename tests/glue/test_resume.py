@@ -237,7 +237,7 @@ def whole_and_continued(site: Site, folder: Path, kind: str, sources: list[Path]
 @pytest.mark.parametrize(
     ("kind", "layouts"),
     [
-        ("groups", [(2, 1, 1), (1, 2, 1), (2, 1, 2)]),
+        ("groups", [(2, 1, 1), (1, 2, 1)]),
         ("finetuned", [(1, 2, 1), (2, 1, 1)]),
         ("thawed again", [*PAIRS, (1, 2, 2)]),
         ("by hand", [(2, 1, 1), (1, 1, 2), (2, 1, 2)]),

@@ -13,7 +13,18 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_parallel import TensorPipelineStrategy
-from tests.glue.oracle import WIDTH, Classifier, Layout, Samples, Site, check, observe, set_by_formula, weights
+from tests.glue.oracle import (
+    WIDTH,
+    Classifier,
+    Layout,
+    Samples,
+    Site,
+    check,
+    observe,
+    readable,
+    set_by_formula,
+    weights,
+)
 from tests.glue.training import EVERY, GPT, fit
 from tests.harness import Ranks
 
@@ -63,7 +74,8 @@ class Gradients(Callback):
         self.largest: list[float] = []
 
     def on_before_zero_grad(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
-        found = [float(p.grad.abs().max()) for p in module.parameters() if p.grad is not None]
+        mine = readable(trainer, module).values()
+        found = [float(p.grad.abs().max()) for p in mine if p.grad is not None]
         self.largest.append(max(found, default=0.0))
 
 

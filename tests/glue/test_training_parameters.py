@@ -12,7 +12,19 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.nn import functional as F
 
-from tests.glue.oracle import WIDTH, Classifier, Layout, Samples, Site, check, held, observe, reference, set_by_formula
+from tests.glue.oracle import (
+    WIDTH,
+    Classifier,
+    Layout,
+    Samples,
+    Site,
+    check,
+    held,
+    observe,
+    readable,
+    reference,
+    set_by_formula,
+)
 from tests.glue.training import EVERY, GPT, VOCABULARY, Tokens, fit
 from tests.harness import Ranks
 
@@ -98,7 +110,7 @@ class Watch(Callback):
         self.named: list[set[str]] = []
 
     def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
-        self.named.append({n for n, p in module.named_parameters() if p.grad is not None})
+        self.named.append({n for n, p in readable(trainer, module).items() if p.grad is not None})
 
 
 class FrozenStart(GPT):

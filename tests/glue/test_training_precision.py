@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
-from tests.glue.oracle import PAIRS, Layout, Site, check, held, observe, reference
+from tests.glue.oracle import PAIRS, Layout, Site, check, held, observe, readable, reference
 from tests.glue.training import EVERY, GPT, Notes, Record, Tokens, fit
 from tests.harness import Ranks
 
@@ -179,7 +179,7 @@ class Injects(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.scales.append(scaler.get_scale() if scaler is not None else 1.0)
-        self.weights.append([p.detach().clone() for p in module.parameters()])
+        self.weights.append([p.detach().clone() for p in readable(trainer, module).values()])
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]

@@ -44,11 +44,14 @@ def automatic(site: Site) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("layout", "stage"),
-    [((1, 1, 4), 1), ((1, 1, 2), 2), ((1, 1, 4), 2), ((2, 1, 2), 2), ((1, 2, 2), 1)],
+    ("scenario", "layout", "stage"),
+    [
+        *((automatic, (1, 1, replicas), stage) for replicas, stage in ((4, 1), (2, 2), (4, 2))),
+        *((accumulation_and_clipping, layout, stage) for layout, stage in (((2, 1, 2), 2), ((1, 2, 2), 1))),
+    ],
 )
-def test_optimizers_groups_windows_and_clipping(ranks: Ranks, layout: Layout, stage: int) -> None:
-    check(ranks, automatic, layout, plan="auto", zero_stage=stage)
+def test_optimizers_groups_windows_and_clipping(ranks: Ranks, scenario: Scenario, layout: Layout, stage: int) -> None:
+    check(ranks, scenario, layout, plan="auto", zero_stage=stage)
 
 
 def test_gradients_that_tensor_ranks_complete_first(ranks: Ranks) -> None:

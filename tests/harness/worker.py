@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import reduce
+from functools import cache, reduce
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ def main(connection: Connection, files: Files, environment: Mapping[str, str]) -
     faulthandler.enable(file=stacks, all_threads=True)
     _keep_stack_signals()
     _die_with_parent()
+    _remember_installed_plugins()
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
@@ -147,6 +148,13 @@ def _clean_process(call: Call) -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
         torch.use_deterministic_algorithms(False)
         torch.set_grad_enabled(True)
+
+
+def _remember_installed_plugins() -> None:
+    """Every Trainer asks for callbacks of installed packages, which reads the metadata of all of them once more."""
+    from lightning.fabric.utilities import registry
+
+    registry.entry_points = cache(registry.entry_points)  # type: ignore[attr-defined]
 
 
 def _keep_stack_signals() -> None:
