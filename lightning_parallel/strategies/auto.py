@@ -235,7 +235,10 @@ class AutoStrategy(TensorPipelineStrategy):
         cluster = Cluster(gpu, self.num_processes, self.num_nodes, host_gib=host)
         precision = str(self.precision_plugin.precision)
         sums = self.zero_config.gradient_dtype
-        return self.plan(module, cluster, self._batch(), precision, shape, {**self._fixed(module), **sizes}, sums)
+        fixed = {**self._fixed(module), **sizes}
+        # As if the last micro-batch were as large as the others, which is what the planner knows.
+        batch = -(-self._batch() // fixed.get("micro_batch", 1)) * fixed.get("micro_batch", 1)
+        return self.plan(module, cluster, batch, precision, shape, fixed, sums)
 
     def _assumed(self) -> list[str]:
         """What neither the user nor the module tells."""
@@ -265,7 +268,7 @@ class AutoStrategy(TensorPipelineStrategy):
         if not self._module().automatic_optimization:
             fixed |= {"pipeline": 1, "micro_batch": self._batch()}
         elif self.pipeline_config.micro_batches != "auto":
-            fixed["micro_batch"] = max(1, self._batch() // self.pipeline_config.micro_batches)
+            fixed["micro_batch"] = -(-self._batch() // self.pipeline_config.micro_batches)
         return fixed
 
     def _batch(self) -> int:

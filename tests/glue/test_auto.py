@@ -514,6 +514,7 @@ def test_a_successor_takes_what_the_trainer_was_given() -> None:
         strategy=AutoStrategy(memory_gib=AMPLE), **QUIET,
     )  # fmt: skip
     planner: Any = trainer.strategy
+    planner.connect(GPT(layers=2))
     choices = choices_of(tensor=1, pipeline=1, zero_stage=3, micro_batch=8)
     successor: Any = choices.peer("fsdp", SUCCEEDING)
     take_over(trainer, successor)
