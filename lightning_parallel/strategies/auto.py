@@ -125,7 +125,9 @@ class AutoStrategy(TensorPipelineStrategy):
             RuntimeError: processes have not started yet.
         """
         if self.choices is None:
-            raise RuntimeError("the plan is made once the trainer has started its processes, for example in setup()")
+            raise RuntimeError(
+                "the plan is made in the trainer's processes once they have started, for example in setup()"
+            )
         return self.choices.best
 
     @staticmethod
@@ -206,7 +208,9 @@ class AutoStrategy(TensorPipelineStrategy):
             return None
         precision = str(self.precision_plugin.precision)
         found = simplest(choices, self._planned(replicas), self.root_device.type, precision)
-        lacks = "" if found is None else what_lacks(found[1], self._trainer())
+        told = "" if found is None else what_lacks(found[1], self._trainer())
+        # A callback or a logger may be the first rank's alone.
+        lacks = next(filter(None, comm.gather_objects(told, whole_world())), "")
         if found is not None and lacks:
             rank_zero_info(f"lightning_parallel: this package runs the plan, and not Lightning's {found[1]}: {lacks}")
         return None if lacks else found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.data import has_iterable_dataset
@@ -10,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_parallel.strategies import _compat
@@ -91,7 +93,11 @@ def _leaves_epochs(module: LightningModule) -> bool:
 
 
 def _follows_plateaus(module: LightningModule) -> bool:
-    return "ReduceLROnPlateau" in names_in([module.configure_optimizers], parts_of(module))
+    method = getattr(module.configure_optimizers, "__func__", None)
+    made = method.keywords.values() if isinstance(method, partial) else ()  # by LightningCLI, which binds them
+    if any(isinstance(found, ReduceLROnPlateau) for found in made):
+        return True
+    return ReduceLROnPlateau.__name__ in names_in([module.configure_optimizers], parts_of(module))
 
 
 def refuse_monitors(strategy: Any, name: str) -> None:

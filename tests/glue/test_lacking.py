@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
+from functools import partial, update_wrapper
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.cli import LightningCLI, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_parallel import AutoStrategy
@@ -91,6 +93,14 @@ class Follows(GPT):
         optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad])
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "loss"}}
+
+
+def _by_command_line(module: GPT) -> None:
+    """As LightningCLI gives a module the optimizer and the scheduler that it made."""
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    scheduler = ReduceLROnPlateau(optimizer, monitor="loss")
+    made = partial(LightningCLI.configure_optimizers, optimizer=optimizer, lr_scheduler=scheduler)
+    module.configure_optimizers = MethodType(update_wrapper(made, LightningCLI.configure_optimizers), module)
 
 
 class EndsEpochs(GPT):
@@ -171,6 +181,7 @@ class Endless(IterableDataset[Any]):
         ("ddp fsdp", Thaws, {}, "parameters are frozen or unfrozen on the way"),
         ("ddp fsdp", FreezesByAHelper, {}, "parameters are frozen or unfrozen on the way"),
         ("ddp fsdp", Follows, {}, "ReduceLROnPlateau goes by a logged value"),
+        ("ddp", _with(_by_command_line), {}, "ReduceLROnPlateau goes by a logged value"),
         ("ddp", EndsEpochs, {}, "leave an epoch on its own"),
         ("ddp", lambda: GPT(layers=2), {"callbacks": [Stops()]}, "leave an epoch on its own"),
         (
