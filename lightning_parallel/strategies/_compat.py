@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.utilities import CombinedLoader
@@ -33,9 +34,11 @@ from lightning_parallel.strategies.checkpoint_file import WholeFileIO
 __all__ = [
     "callbacks_of",
     "copy_module",
+    "divides_samples",
     "draws_graph",
     "example_training_batch",
     "forget_training_data",
+    "given_loaders",
     "hand_over",
     "has_given_loader",
     "is_compiled",
@@ -55,6 +58,7 @@ __all__ = [
     "set_module_device",
     "set_running_sums",
     "sigterm_handlers",
+    "starts_by_function",
     "step_arguments",
     "sums_kept",
     "take_original_loader",
@@ -217,6 +221,19 @@ def take_original_loader(trainer: Trainer, rebuilt: object) -> DataLoader[Any] |
     return original if alike else None
 
 
+def given_loaders(trainer: Trainer) -> list[Any]:
+    """The loaders that `fit` was called with; none if the module or a datamodule makes them."""
+    if not has_given_loader(trainer):
+        return []
+    source = trainer.fit_loop._data_source.instance
+    return list((source if isinstance(source, CombinedLoader) else CombinedLoader(source)).flattened)
+
+
+def divides_samples(trainer: Trainer) -> bool:
+    """Whether Lightning gives each replica samples of its own, and not a sampler of the user's."""
+    return bool(trainer._accelerator_connector.use_distributed_sampler)
+
+
 def has_given_loader(trainer: Trainer) -> bool:
     """Whether `fit` was called with a loader of its own, beside what the module or a datamodule would make."""
     source = trainer.fit_loop._data_source.instance
@@ -292,6 +309,11 @@ def hand_over(trainer: Trainer, successor: Strategy) -> None:
     if strategy._checkpoint_io is not None:
         other.checkpoint_io = strategy._checkpoint_io
     trainer._accelerator_connector.strategy = other
+
+
+def starts_by_function(trainer: Trainer) -> bool:
+    """Whether processes run a function of this one, in which the module gets the trained weights at the end."""
+    return isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
 
 
 # ------------------------------------------------------------------------------------------------ signals

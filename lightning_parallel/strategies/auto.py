@@ -17,7 +17,7 @@ from lightning_parallel.commands.answer import show_parts, standard_console
 from lightning_parallel.commands.modules import ASSUMED_SEQ, shape_of_module, tells_seq
 from lightning_parallel.commands.plan_text import plan_text
 from lightning_parallel.layout import ParallelLayout
-from lightning_parallel.mesh import whole_world
+from lightning_parallel.mesh import Mesh, whole_world
 from lightning_parallel.planner.choose import Choice, Choices, choose, last_resort
 from lightning_parallel.planner.given import no_layout_text, refuse_unknown
 from lightning_parallel.planner.hardware import Cluster, find_gpu
@@ -26,7 +26,8 @@ from lightning_parallel.planner.model_shape import ModelShape
 from lightning_parallel.strategies import _compat
 from lightning_parallel.strategies.chosen import RunnableChoices
 from lightning_parallel.strategies.config import LossConfig, ZeroConfig
-from lightning_parallel.strategies.lacking import block_classes, what_lacks
+from lightning_parallel.strategies.lacking import what_lacks
+from lightning_parallel.strategies.lacking_sharded import block_classes
 from lightning_parallel.strategies.left_apart import refuse_left_apart
 from lightning_parallel.strategies.planning import (
     PlannedPipeline,
@@ -39,6 +40,7 @@ from lightning_parallel.strategies.planning import (
     why_not,
     zero_cases,
 )
+from lightning_parallel.strategies.refusals import refuse_objects
 from lightning_parallel.strategies.successor import simplest, succeed
 from lightning_parallel.strategies.tensor_pipeline import TensorPipelineStrategy
 
@@ -113,6 +115,7 @@ class AutoStrategy(TensorPipelineStrategy):
         if self.zero_config.offload is not None:
             self._fixed_zero["offload"] = self.zero_config.offload
         self.choices: RunnableChoices | None = None
+        self._successor = ""
 
     @property
     def choice(self) -> Choice:
@@ -122,7 +125,9 @@ class AutoStrategy(TensorPipelineStrategy):
             RuntimeError: processes have not started yet.
         """
         if self.choices is None:
-            raise RuntimeError("the plan is made once the trainer has started its processes, for example in setup()")
+            raise RuntimeError(
+                "the plan is made in the trainer's processes once they have started, for example in setup()"
+            )
         return self.choices.best
 
     @staticmethod
@@ -164,9 +169,24 @@ class AutoStrategy(TensorPipelineStrategy):
             raise ValueError(no_layout_text(cluster, given))
         return RunnableChoices(**vars(chosen), units=block_classes(module))
 
+    @property
+    def mesh(self) -> Mesh:
+        """Groups and place of this rank.
+
+        Raises:
+            RuntimeError: processes have not started yet, or the plan was left to a strategy of Lightning's own.
+        """
+        if self._successor:
+            raise RuntimeError(
+                f"Lightning's {self._successor} runs the plan and has no such layout; "
+                "use AutoStrategy(runtime='lightning_parallel')"
+            )
+        return super().mesh
+
     def setup_environment(self) -> None:
         """Starts the process group and plans; makes the groups of the layout, or leaves the trainer to a successor."""
         if self._may_be_left and self._mesh is None:
+            refuse_objects(self._trainer())
             refuse_left_apart(self._module())
             DDPStrategy.setup_environment(self)
             self.choices = self._planned({})
@@ -176,7 +196,7 @@ class AutoStrategy(TensorPipelineStrategy):
                 self.choices = self.choices.led_by(choice)
                 order = "the simplest first, then the fastest"
                 _print(self.choices, self._assumed(), order)
-                succeed(self._trainer(), self.choices, runtime)
+                self._successor = succeed(self._trainer(), self.choices, runtime)
                 return
         super().setup_environment()
 
@@ -188,7 +208,9 @@ class AutoStrategy(TensorPipelineStrategy):
             return None
         precision = str(self.precision_plugin.precision)
         found = simplest(choices, self._planned(replicas), self.root_device.type, precision)
-        lacks = "" if found is None else what_lacks(found[1], self._trainer())
+        told = "" if found is None else what_lacks(found[1], self._trainer())
+        # A callback or a logger may be the first rank's alone.
+        lacks = next(filter(None, comm.gather_objects(told, whole_world())), "")
         if found is not None and lacks:
             rank_zero_info(f"lightning_parallel: this package runs the plan, and not Lightning's {found[1]}: {lacks}")
         return None if lacks else found
@@ -217,7 +239,10 @@ class AutoStrategy(TensorPipelineStrategy):
         cluster = Cluster(gpu, self.num_processes, self.num_nodes, host_gib=host)
         precision = str(self.precision_plugin.precision)
         sums = self.zero_config.gradient_dtype
-        return self.plan(module, cluster, self._batch(), precision, shape, {**self._fixed(module), **sizes}, sums)
+        fixed = {**self._fixed(module), **sizes}
+        # As if the last micro-batch were as large as the others, which is what the planner knows.
+        batch = -(-self._batch() // fixed.get("micro_batch", 1)) * fixed.get("micro_batch", 1)
+        return self.plan(module, cluster, batch, precision, shape, fixed, sums)
 
     def _assumed(self) -> list[str]:
         """What neither the user nor the module tells."""
@@ -247,7 +272,7 @@ class AutoStrategy(TensorPipelineStrategy):
         if not self._module().automatic_optimization:
             fixed |= {"pipeline": 1, "micro_batch": self._batch()}
         elif self.pipeline_config.micro_batches != "auto":
-            fixed["micro_batch"] = max(1, self._batch() // self.pipeline_config.micro_batches)
+            fixed["micro_batch"] = -(-self._batch() // self.pipeline_config.micro_batches)
         return fixed
 
     def _batch(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,12 +46,23 @@ class RunnableChoices(Choices):
             ValueError: an unknown name, no plan, or one that this runtime does not run; the text names those that do.
             MisconfigurationException: deepspeed is asked for and not installed.
         """
-        if runtime == _OURS:
-            return self._ours()
+        return self._ours() if runtime == _OURS else self.peer(runtime, _PEERS)
+
+    def peer(self, runtime: str, kinds: Mapping[str, type[Strategy]], **further: Any) -> Strategy:
+        """One of Lightning's own, or what is derived from it.
+
+        Args:
+            runtime: "ddp", "fsdp" or "deepspeed".
+            kinds: its class.
+            **further: arguments that the plan does not tell.
+
+        Raises:
+            ValueError: as for `strategy`.
+        """
         arguments = self._peer(runtime)["init_args"]
         if runtime == "fsdp" and self.units:
             arguments = {**arguments, "auto_wrap_policy": set(self.units)}
-        return _PEERS[runtime](**arguments)
+        return kinds[runtime](**arguments, **further)
 
     def trainer_arguments(self, runtime: str = _OURS) -> dict[str, Any]:
         """All that the plan says of the Trainer: strategy, devices, nodes, precision, accumulation.

@@ -37,8 +37,9 @@ def even_or_planned(strategy: Any, even: ParallelLayout, sizes: tuple[Any, Any])
     """The even split, unless the planner can tell that it does not run, or what is faster. Collective over the world.
 
     Not every module shows its sizes: what cannot be read (layers built in `configure_model`, a plan of the user's own,
-    unknown numbers of heads, of samples or of bytes) is not judged. What no layout runs stays with the even split,
-    whose own error is the clearer one. Speeds are compared where the device is in the planner's catalogue and the batch
+    unknown numbers of heads, of samples or of bytes, a precision that the device lacks) is not judged. What no layout
+    runs stays with the even split, whose own error is the clearer one. Memory is judged where batch and length of
+    sequences are known. Speeds are compared where the device is in the planner's catalogue and the batch
     and the length of sequences are known, among splits with as many replicas, so that the global batch stays.
 
     Args:
@@ -52,11 +53,11 @@ def even_or_planned(strategy: Any, even: ParallelLayout, sizes: tuple[Any, Any])
     module, precision = strategy._module(), str(strategy.precision_plugin.precision)
     try:
         shape = shape_of_module(module, heads_known=True)
-        planned_states(precision, 0)
         cluster = _cluster(strategy)
+        TrainingJob(shape, cluster, 1, precision=planned_states(precision, 0)[0])
     except ValueError:
         return even
-    batch = _compat.training_batch_size(strategy._trainer())
+    batch = _compat.training_batch_size(strategy._trainer()) if tells_seq(module) else None
     parts, open_parts = strategy.pipeline_config.micro_batches_for(even.pipeline), _leaves_parts(strategy)
     split = EvenSplit(
         even, shape, cluster, batch, precision, _fixed(strategy), parts, open_parts, strategy.zero_config.gradient_dtype
@@ -65,18 +66,21 @@ def even_or_planned(strategy: Any, even: ParallelLayout, sizes: tuple[Any, Any])
     choice = None
     if reason:
         choice, why = split.what_runs(), f"does not run this model: {reason}"
-    elif tells_seq(module) and module.automatic_optimization:
+    elif module.automatic_optimization:
         choice = split.what_is_faster()
         why = "" if choice is None else f"takes {split.seconds / choice.seconds_per_sequence:.2f} times as long"
     if choice is None:
         return even
     planned = choice.plan.split
-    if open_parts:
+    if open_parts and batch is not None:
         planned_parts = planned.micro_batches(choice.job)
         strategy.pipeline_config = PlannedPipeline.of(strategy.pipeline_config, planned.pipeline, planned_parts)
+    times = planned.data / even.data
+    reads = "" if times == 1 else f", whose replicas read {times:g} times as many samples a step"
     rank_zero_info(
         f"lightning_parallel: the even split, tensor {even.tensor} x pipeline {even.pipeline} x data {even.data}, "
         f"{why}; planned instead: tensor {planned.tensor} x pipeline {planned.pipeline} x data {planned.data}"
+        f"{reads}"
     )
     return planned.layout
 
@@ -89,7 +93,7 @@ class EvenSplit:
         even: the layout.
         shape: of the model.
         cluster: the machines, with the memory of the smallest device.
-        batch: sequences that the loader yields to a replica; None if nobody knows before it is made.
+        batch: sequences that the loader yields to a replica; None if nobody knows that, or how long they are.
         precision: as a Trainer names it.
         fixed: fields of `planner.job.Candidate` that the user's options give.
         parts: micro-batches that it would run.
@@ -140,6 +144,7 @@ class EvenSplit:
         given = {**self.fixed, **fixed}
         if not self.plans_parts:
             given["micro_batch"] = self._micro_batch
+            batch = self._filled_batch
         cases = zero_cases(self.shape, self.cluster, batch, self.precision, given, self.gradient_dtype)
         return next(iter(choose(cases, why_not).ranked), None)
 
@@ -148,14 +153,18 @@ class EvenSplit:
         batch = self.batch or 1
         return -(-batch // min(batch, self.parts))
 
+    @property
+    def _filled_batch(self) -> int:
+        """As if all micro-batches were as large as the largest, which is what the planner knows."""
+        return self._micro_batch * min(self.batch or 1, self.parts)
+
     def _planned(self) -> SearchResult:
         cluster = self.cluster
         if self.batch is None:
             cluster = replace(cluster, gpu=replace(cluster.gpu, memory_gib=UNLIMITED_GIB))
         stage = self.fixed["zero_stage"]
         products, kept = planned_states(self.precision, stage, self.gradient_dtype)
-        read = self._micro_batch * min(self.batch or 1, self.parts) * self.even.data
-        job = TrainingJob(self.shape, cluster, read, precision=products, states=kept)
+        job = TrainingJob(self.shape, cluster, self._filled_batch * self.even.data, precision=products, states=kept)
         even = {"tensor": self.even.tensor, "pipeline": self.even.pipeline, "data": self.even.data}
         return rank_layouts(job, {**self.fixed, **even, "micro_batch": self._micro_batch})
 

@@ -105,11 +105,11 @@ def refuse_module(
             "compile the blocks instead (block.compile()), or use pipeline_parallel_size=1"
         )
     hooked = next((key for key, p in module.named_parameters() if p._post_accumulate_grad_hooks), None)
-    if hooked is not None and micro_batches > 1:
+    if hooked is not None and micro_batches * layout.data > 1:
         raise ValueError(
             f"{hooked} has a hook of register_post_accumulate_grad_hook, which would run once for each of "
-            f"{micro_batches} micro-batches, on sums that are not complete; change gradients in "
-            "on_before_optimizer_step, or use micro_batches=1"
+            f"{micro_batches} micro-batches and {layout.data} replicas, on sums that are not complete; change "
+            "gradients in on_before_optimizer_step, or use micro_batches=1 and one replica"
         )
     if layout.pipeline > 1 and not module.automatic_optimization:
         raise ValueError(

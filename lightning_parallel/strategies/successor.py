@@ -14,6 +14,8 @@ from lightning_parallel.planner.choose import NOTABLE, Choice, Choices
 from lightning_parallel.planner.strategy_text import peers
 from lightning_parallel.strategies import _compat
 from lightning_parallel.strategies.chosen import RunnableChoices
+from lightning_parallel.strategies.fsdp_units import casts_left_alone
+from lightning_parallel.strategies.succeeding import SUCCEEDING, lightning_name
 
 __all__ = ["lightning_runtime", "simplest", "succeed", "take_over"]
 
@@ -67,23 +69,28 @@ def lightning_runtime(choice: Choice, device: str, precision: str) -> str | None
     return "deepspeed" if offloads and find_spec("deepspeed") else None
 
 
-def succeed(trainer: Trainer, choices: RunnableChoices, runtime: str) -> None:
+def succeed(trainer: Trainer, choices: RunnableChoices, runtime: str) -> str:
     """Lets one of Lightning's own strategies go on with a trainer whose processes have started and know each other.
 
     Args:
         trainer: its strategy has set nothing up yet but the process group.
         choices: what was planned, the plan to be run at first.
         runtime: see `lightning_runtime`.
+
+    Returns:
+        The name of its class.
     """
-    strategy: Any = choices.strategy(runtime)
+    casts = {"mixed_precision": casts_left_alone()} if runtime == "fsdp" and "mixed" in trainer.precision else {}
+    strategy: Any = choices.peer(runtime, SUCCEEDING, **casts)
     strategy.choices = choices  # for reports, see `planned_for`
     take_over(trainer, strategy)
     strategy.setup_environment()
-    name = type(strategy).__name__
+    name = lightning_name(strategy)
     rank_zero_info(
         f"lightning_parallel: Lightning's {name} suffices and runs this plan; "
         "AutoStrategy(runtime='lightning_parallel') would run it here"
     )
+    return name
 
 
 def take_over(trainer: Trainer, successor: Strategy) -> None:

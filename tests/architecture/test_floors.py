@@ -16,7 +16,7 @@ MODULES = {module.name: module for module in package_modules()}
 TOOLS_OF_MECHANISM = {f"{PACKAGE}.{name}" for name in ("mesh", "comm", "blocks", "calls", "fakes", "copies")}
 # A part of such a tool, which only the tool itself uses.
 PARTS_OF_TOOLS = {f"{PACKAGE}.host_comm": f"{PACKAGE}.comm"}
-RAW_DISTRIBUTED = {"mesh.py", "comm.py", "host_comm.py", "checkpoint/io.py"}
+RAW_DISTRIBUTED = {"mesh.py", "comm.py", "host_comm.py", "checkpoint/io.py", "strategies/fsdp_units.py"}
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities")
 PRIVATE_LIGHTNING = ("strategies/_compat.py", "strategies/_compat_loops.py")
 

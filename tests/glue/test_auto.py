@@ -17,7 +17,6 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from lightning.pytorch.strategies import (
@@ -27,6 +26,8 @@ from lightning.pytorch.strategies import (
     Strategy,
     StrategyRegistry,
 )
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from lightning_parallel import AutoStrategy, TensorPipelineStrategy, ZeroConfig
 from lightning_parallel.callbacks import MemoryReport, MicroBatchSizer
@@ -44,8 +45,9 @@ from lightning_parallel.planner.strategy_text import peers, strategy_of, trainer
 from lightning_parallel.planner.typical import typical_shape
 from lightning_parallel.strategies import even_split
 from lightning_parallel.strategies.chosen import RunnableChoices
-from lightning_parallel.strategies.lacking import what_lacks
+from lightning_parallel.strategies.fsdp_units import unwrap
 from lightning_parallel.strategies.planning import host_memory
+from lightning_parallel.strategies.succeeding import SUCCEEDING, lightning_name
 from lightning_parallel.strategies.successor import lightning_runtime, simplest, take_over
 from tests.glue.oracle import QUIET, PeerSite, Site, assert_same
 from tests.glue.training import GPT, Tokens, weights
@@ -76,6 +78,29 @@ def trained(
     )
     trainer.fit(module, Site().loader(Tokens(16), batch_size))
     return weights(module)
+
+
+def unwrapped(rank: int) -> tuple[Any, Any, bool]:
+    """A step in FSDP's units and one in the module that they leave, the same with a plain one, and who is who."""
+    modules = [GPT(layers=2), GPT(layers=2)]
+    before = [*modules[0].parameters()]
+    for module in modules:
+        module.log = lambda *_: None  # type: ignore[assignment]
+    policy = ModuleWrapPolicy({type(modules[0].layers[0])})
+    wrapped = FullyShardedDataParallel(
+        modules[0], device_id=torch.device("cpu"), use_orig_params=True, auto_wrap_policy=policy
+    )
+    batch = torch.stack([Tokens(4)[index] for index in range(4)])
+    for nets in ((wrapped, modules[1]), modules):
+        for net, module in zip(nets, modules, strict=True):
+            optimizer = module.configure_optimizers()
+            torch.nn.functional.cross_entropy(net(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if nets[0] is wrapped:
+            unwrap(wrapped)
+    same = all(one is other for one, other in zip(modules[0].parameters(), before, strict=True))
+    return weights(modules[0]), weights(modules[1]), same
 
 
 class Expected(Callback):
@@ -136,10 +161,20 @@ def runs(rank: int, world_size: int, tight: float) -> Any:
     trainer = site.trainer(strategy=planned, devices=world_size, max_steps=2, callbacks=[seen])
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.fit(module, site.loader(Tokens(16), 8))
-    assert type(trainer.strategy) is DDPStrategy
+    assert isinstance(trainer.strategy, DDPStrategy)
+    assert not isinstance(trainer.strategy, TensorPipelineStrategy)
+    with pytest.raises(RuntimeError, match="Lightning's DDPStrategy runs the plan and has no such layout"):
+        planned.layout  # noqa: B018
+    with pytest.raises(
+        ValueError, match="left to Lightning's ddp, and now parameters are frozen, .*; use AutoStrategy"
+    ):
+        trainer.fit(GPT(layers=4, width=8).requires_grad_(False), site.loader(Tokens(16), 8))
     assert seen.shape is planned.choice.job.shape, "reports know what was planned for a successor, too"
     assert planned.choice.plan.split.data == world_size
     chosen.append(weights(module))
+    after, plain, same = unwrapped(rank)
+    assert_same(after, plain, "what FSDP wrapped")
+    assert same, "optimizers and ties know parameters by identity"
     split = AutoStrategy(memory_gib=AMPLE, tensor_parallel_size=2)
     with contextlib.redirect_stdout(io.StringIO()):
         chosen.append(trained(split, world_size, 8))
@@ -451,76 +486,6 @@ def test_the_least_sharding_that_costs_little_is_preferred() -> None:
     assert simplest(ahead, whole, "cuda", "bf16-mixed") is None, "what is notably faster is not given up"
 
 
-class ReadsGradients(GPT):
-    def on_before_optimizer_step(self, optimizer: Any) -> None: ...
-
-
-class Nameless(GPT):
-    """Its blocks are no list."""
-
-    def __init__(self, **sizes: int) -> None:
-        super().__init__(**sizes)
-        self.first, self.second = self.layers
-        del self.layers
-
-
-def _frozen() -> GPT:
-    module = GPT(layers=2)
-    next(module.parameters()).requires_grad_(False)
-    return module
-
-
-def _by_hand() -> GPT:
-    module = GPT(layers=2)
-    module.automatic_optimization = False
-    return module
-
-
-def _tied_blocks() -> GPT:
-    module = GPT(layers=2)
-    module.layers[1].ln1.weight = module.layers[0].ln1.weight
-    return module
-
-
-@pytest.mark.parametrize(
-    ("runtimes", "make", "options", "lack"),
-    [
-        ("ddp fsdp deepspeed", lambda: GPT(layers=2), {}, ""),
-        ("ddp fsdp deepspeed", _by_hand, {}, "steps by hand"),
-        ("ddp fsdp deepspeed", _frozen, {}, "parameters are frozen"),
-        ("ddp fsdp deepspeed", lambda: GPT(layers=2), {"callbacks": [BackboneFinetuning()]}, "parameters are frozen"),
-        (
-            "ddp fsdp deepspeed",
-            lambda: GPT(layers=2),
-            {"callbacks": [MicroBatchSizer()]},
-            "MicroBatchSizer cuts batches",
-        ),
-        ("ddp", ReadsGradients, {}, ""),
-        ("fsdp deepspeed", ReadsGradients, {}, "on_before_optimizer_step would see gradients in shards"),
-        ("fsdp deepspeed", lambda: GPT(layers=2), {"callbacks": [StochasticWeightAveraging(0.1)]}, "average shards"),
-        ("fsdp deepspeed", lambda: GPT(layers=2), {"callbacks": [EMAWeightAveraging()]}, "average shards"),
-        ("fsdp", lambda: GPT(layers=2), {"gradient_clip_val": 1.0}, "FSDP does not clip by norm"),
-        ("deepspeed", lambda: GPT(layers=2), {"gradient_clip_val": 1.0}, ""),
-        ("fsdp", lambda: GPT(layers=2), {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, ""),
-        (
-            "deepspeed",
-            lambda: GPT(layers=2),
-            {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
-            "by value",
-        ),
-        ("fsdp", Nameless, {}, "no repeated blocks"),
-        ("fsdp", _tied_blocks, {}, "no repeated blocks"),
-    ],
-)
-def test_lightning_is_left_what_it_does_alike(runtimes: str, make: Any, options: dict[str, Any], lack: str) -> None:
-    trainer = Trainer(accelerator="cpu", strategy=AutoStrategy(memory_gib=AMPLE), devices=1, **{**QUIET, **options})
-    trainer.strategy.connect(make())
-    for runtime in runtimes.split():
-        found = what_lacks(runtime, trainer)
-        assert lack in found, found
-        assert bool(lack) == bool(found), found
-
-
 def test_fsdp_gathers_a_block_at_a_time() -> None:
     cluster = Cluster(find_gpu("h100-80gb"), gpus_per_node=8)
     choices = AutoStrategy.plan(GPT(layers=4), cluster, 8, fixed={"tensor": 1, "pipeline": 1, "zero_stage": 3})
@@ -549,10 +514,12 @@ def test_a_successor_takes_what_the_trainer_was_given() -> None:
         strategy=AutoStrategy(memory_gib=AMPLE), **QUIET,
     )  # fmt: skip
     planner: Any = trainer.strategy
+    planner.connect(GPT(layers=2))
     choices = choices_of(tensor=1, pipeline=1, zero_stage=3, micro_batch=8)
-    successor: Any = choices.strategy("fsdp")
+    successor: Any = choices.peer("fsdp", SUCCEEDING)
     take_over(trainer, successor)
     assert trainer.strategy is successor
+    assert lightning_name(successor) == "FSDPStrategy"
     assert isinstance(trainer.precision_plugin, FSDPPrecision)
     assert trainer.precision == "bf16-mixed"
     assert (trainer.world_size, trainer.num_devices, trainer.num_nodes) == (2, 2, 1)

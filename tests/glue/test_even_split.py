@@ -65,6 +65,16 @@ def test_micro_batches_that_are_given_stay() -> None:
     assert found.plan.split.micro_batches(found.job) == 8
 
 
+def test_given_micro_batches_that_leave_a_smaller_one_are_planned_as_full_ones() -> None:
+    for gpu in ("rtx-4090", "h100-80gb"):
+        odd = even_split(gpu, 2, batch=7, parts=4)
+        odd = replace(odd, shape=replace(odd.shape, heads=3, kv_heads=3))
+        assert "cannot be split" in odd.why_not()
+        runs = odd.what_runs()
+        assert runs is not None
+        assert (runs.plan.split.layout.pipeline, runs.plan.split.micro_batch) == (2, 2)
+
+
 def test_nothing_is_compared_whose_speed_nobody_knows() -> None:
     split = even_split("rtx-4090", 2)
     assert replace(split, batch=None).what_is_faster() is None

@@ -30,6 +30,8 @@ def test_hooks_that_run_after_every_micro_batch_are_named() -> None:
     refuse_module(module, ParallelLayout(), 1, 1)
     with pytest.raises(ValueError, match=r"first.bias has a hook .* for each of 4 micro-batches"):
         refuse_module(module, ParallelLayout(), 4, 1)
+    with pytest.raises(ValueError, match=r"first.bias has a hook .* 1 micro-batches and 2 replicas"):
+        refuse_module(module, ParallelLayout(data=2), 1, 1)
     handle.remove()
     refuse_module(module, ParallelLayout(), 4, 1)
 
