@@ -34,10 +34,10 @@ class Mesh:
             traffic never interleaves with collectives.
         control: the same ranks on a host-side (gloo) group, for shapes and other Python values: reading them never
             waits for the device.
-        model: every rank of one replica (tensor x pipeline).
+        model: every rank of one replica (tensor x pipeline); the group of `pipeline` if these are the same ranks.
         model_control: the same ranks on a host-side group.
         data_control: the data ranks on a host-side group.
-        world_control: every rank on a host-side group.
+        world_control: every rank on a host-side group; one of the two above if these are the same ranks.
         stage_pairs: see `add_stage_groups`.
         gradients: see `gradient_group`.
         gathers: see `gather_groups`.
@@ -129,20 +129,28 @@ def build_mesh(layout: ParallelLayout, device: torch.device, timeout: timedelta 
     if boundary is not None:
         # Connects the ranks: the first transfer between two of them would wait for all others, which wait for it.
         dist.all_reduce(torch.zeros(1, device=device), group=boundary)
+    tensor, data = _subset(layout.tensor_groups(), rank, timeout), _subset(layout.data_groups(), rank, timeout)
+    pipeline, control = _subset(pipelines, rank, timeout), _subset(pipelines, rank, timeout, backend="gloo")
+    model_control = _subset(layout.model_groups(), rank, timeout, backend="gloo")
+    data_control = _subset(layout.data_groups(), rank, timeout, backend="gloo")
+    # Groups cost connections, threads and device memory: what all ranks use one after the other is shared.
+    world_control = model_control or data_control
+    if layout.data > 1 and layout.tensor * layout.pipeline > 1:
+        world_control = _subset((tuple(range(world_size)),), rank, timeout, backend="gloo")
     return Mesh(
         layout=layout,
         rank=rank,
         device=device,
         world=dist.group.WORLD if world_size > 1 else None,
-        tensor=_subset(layout.tensor_groups(), rank, timeout),
-        data=_subset(layout.data_groups(), rank, timeout),
-        pipeline=_subset(pipelines, rank, timeout),
+        tensor=tensor,
+        data=data,
+        pipeline=pipeline,
         boundary=boundary,
-        control=_subset(pipelines, rank, timeout, backend="gloo"),
-        model=_subset(layout.model_groups(), rank, timeout),
-        model_control=_subset(layout.model_groups(), rank, timeout, backend="gloo"),
-        data_control=_subset(layout.data_groups(), rank, timeout, backend="gloo"),
-        world_control=_subset((tuple(range(world_size)),), rank, timeout, backend="gloo"),
+        control=control,
+        model=pipeline if layout.tensor == 1 else _subset(layout.model_groups(), rank, timeout),
+        model_control=model_control,
+        data_control=data_control,
+        world_control=world_control,
         timeout=timeout,
     )
 

@@ -24,6 +24,7 @@ FIELDS = {
     "boundary": "pipeline_groups",
     "control": "pipeline_groups",
     "model": "model_groups",
+    "model_control": "model_groups",
     "data_control": "data_groups",
 }
 
@@ -45,7 +46,7 @@ def check_groups(rank: int, world_size: int) -> None:
             mine = next(ranks for ranks in getattr(layout, groups)() if rank in ranks)
             expected = list(mine) if len(mine) > 1 else None
             assert members(getattr(mesh, field)) == expected, f"{field} of {layout}"
-        assert members(mesh.world) == [0, 1, 2, 3]
+        assert members(mesh.world) == members(mesh.world_control) == [0, 1, 2, 3]
         check_place(mesh, layout, rank)
 
 
