@@ -87,8 +87,8 @@ def succeed(trainer: Trainer, choices: RunnableChoices, runtime: str) -> str:
     strategy.setup_environment()
     name = lightning_name(strategy)
     rank_zero_info(
-        f"lightning_parallel: Lightning's {name} suffices and runs this plan; "
-        "AutoStrategy(runtime='lightning_parallel') would run it here"
+        f"lightning_parallel: Lightning's {name} suffices and runs this plan, and each rank logs its own values; with "
+        "AutoStrategy(runtime='lightning_parallel') they are those of the global batch"
     )
     return name
 
