@@ -153,6 +153,19 @@ HEATS = {
             *_beats(ZERO3, DEEPSPEED3, 1.4),
         ),
     ),
+    "zero3": Heat(
+        "sharded parameters alone, 2 processes",
+        (FSDP2, DEEPSPEED3, ZERO3, PLAIN_ZERO3, NO_TALK),
+        (
+            *_beats(ZERO3, FSDP2, 1.3),
+            *_beats(ZERO3, DEEPSPEED3, 1.4),
+            *(
+                Target(bound.name, other.name, "faster", {})
+                for bound in (NO_TALK, PLAIN_ZERO3)
+                for other in (FSDP2, DEEPSPEED3)
+            ),
+        ),
+    ),
     "offload": Heat(
         "steps in host memory and from files, 2 processes",
         (ZERO2, DEEPSPEED2_OFFLOAD, ZERO2_OFFLOAD, ZERO2_NVME),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -381,6 +382,28 @@ for arguments in ("plan --config gpt2", "plan --module a:B", "scaling plot"):
     assert [next(n for n in ("transformers", "torch", "numpy") if n in line) for line in errors] == [
         "transformers", "torch", "numpy"
     ]  # fmt: skip
+
+
+def test_a_model_is_planned_by_its_name(tmp_path: Path) -> None:
+    """As transformers finds it in its cache, without a network; a name that is not there is one line of error."""
+    stored = tmp_path / "hub" / "models--org--small"
+    (stored / "refs").mkdir(parents=True)
+    (stored / "refs" / "main").write_text("1a2b")
+    (stored / "snapshots" / "1a2b").mkdir(parents=True)
+    sizes = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+    (stored / "snapshots" / "1a2b" / "config.json").write_text(json.dumps(sizes))
+    code = """
+from lightning_parallel.cli import main
+assert main("plan --config org/other --gpu h100-80gb".split()) == 2
+assert main("plan --config org/small --gpu h100-80gb --json".split()) == 0
+"""
+    env = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["model"]["parameters"] == 124_439_808
+    assert "transformers finds no configuration named 'org/other'" in done.stderr
 
 
 def test_heads_of_their_own_width_are_planned_by_sizes(capsys: pytest.CaptureFixture[str]) -> None:
