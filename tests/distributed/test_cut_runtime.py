@@ -76,7 +76,7 @@ def check_few_micro_batches(rank: int, world_size: int) -> None:
             check_case(mesh, partial(models.build, "tied"), changing_batches()[:count], schedule)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_f13_fewer_micro_batches_than_stages(ranks: Ranks, world_size: int) -> None:
     ranks(world_size, check_few_micro_batches, timeout=40)
 

@@ -187,8 +187,9 @@ class Losses(Callback):
         self.seen.append(float(trainer.callback_metrics["val_loss"]))
 
 
-@pytest.mark.parametrize(("kind", "layout"), [("ema", (2, 2, 1)), ("swa", (1, 2, 2))], ids=str)
-def test_averages_of_shards_are_those_of_full_weights(ranks: Ranks, kind: str, layout: Layout, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [(1, 2, 2), (2, 2, 1)], ids=str)
+@pytest.mark.parametrize("kind", ["ema", "swa"])
+def test_averages_of_shards_are_those_of_full_weights(ranks: Ranks, layout: Layout, kind: str, tmp_path: Path) -> None:
     """Validation sees the average (of "ema"), training its own weights; files hold both; resumed runs go on alike."""
     assert len(run_both(ranks, layout, tmp_path, averaged, kind)) == 8
 

@@ -55,11 +55,11 @@ class Constant(Classifier):
 
 def constant_losses(site: Site) -> Any:
     found = []
-    for micro_batches, evaluation_micro_batches, windows in ((1, 1, (4,)), (3, 2, (1, 4))):
+    for micro_batches, evaluation_micro_batches in ((1, 1), (3, 2)):
         options = {"micro_batches": micro_batches, "evaluation_micro_batches": evaluation_micro_batches}
         here = replace(site, options=options)
         val = site.loader(Samples(11), 4)
-        for accumulate in windows:
+        for accumulate in (1, 4):
             trainer = here.trainer(accumulate_grad_batches=accumulate, num_sanity_val_steps=2, max_epochs=1)
             trainer.fit(Constant(), site.loader(Samples(20), 4), val)
             found.append(numbers(trainer.callback_metrics))

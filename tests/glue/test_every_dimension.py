@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
@@ -19,7 +20,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from tests.glue.oracle import CLASSES, Classifier, Layout, Samples, Site, check, weights
 from tests.harness import Ranks
 
-GRID: Layout = (2, 2, 2)
+GRIDS: list[Layout] = [(2, 1, 2), (2, 2, 2)]
 LAST_STEP = 5
 """Of two epochs of three steps each, over five batches of which the last is smaller."""
 
@@ -125,5 +126,6 @@ def everyday(site: Site) -> Any:
     return [*found, rest.seen, weights(again)]
 
 
-def test_a_day_of_a_user(ranks: Ranks) -> None:
-    check(ranks, everyday, GRID, timeout=90, micro_batches=2)
+@pytest.mark.parametrize("layout", GRIDS, ids=str)
+def test_a_day_of_a_user(ranks: Ranks, layout: Layout) -> None:
+    check(ranks, everyday, layout, timeout=90, micro_batches=2 if layout[1] > 1 else 1)

@@ -145,18 +145,9 @@ LENGTHS: list[dict[str, Any]] = [
 ]
 
 
-def every_length(site: Site) -> Any:
-    return lengths_of_runs(site, LENGTHS)
-
-
-def some_lengths(site: Site) -> Any:
-    """Limits, overfitting, steps instead of epochs, and nothing to do at all."""
-    return lengths_of_runs(site, LENGTHS[::2])
-
-
-def lengths_of_runs(site: Site, lengths: list[dict[str, Any]]) -> Any:
+def lengths_of_runs(site: Site) -> Any:
     found = []
-    for length in lengths:
+    for length in LENGTHS:
         module = Schedule()
         trainer = site.trainer(**length)
         trainer.fit(module, site.loader(Samples(18), 4), site.loader(Samples(11, first=100), 4))
@@ -167,7 +158,7 @@ def lengths_of_runs(site: Site, lengths: list[dict[str, Any]]) -> Any:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_runs_have_the_length_of_a_plain_run(ranks: Ranks, layout: Layout) -> None:
-    check(ranks, every_length if layout == (1, 2, 1) else some_lengths, layout)
+    check(ranks, lengths_of_runs, layout)
 
 
 class StopsOnOneRank(Callback):

@@ -47,13 +47,13 @@ class Sharded(Wide):
 
 
 def compared(world_size: int, strategy: Any, module: type[Wide] = Wide, tied: bool = False, **options: Any) -> Any:
-    """The reports of a run of three steps, the fewest with one to time, and what it printed."""
-    reports = [MemoryReport(), PlanReport(after_steps=3)]
+    """The reports of a run of four steps, and what it printed."""
+    reports = [MemoryReport(), PlanReport(after_steps=4)]
     trainer = Trainer(
         accelerator="cpu",
         devices=world_size,
         strategy=strategy,
-        max_steps=3,
+        max_steps=4,
         callbacks=reports,
         **QUIET,
         **options,
@@ -97,15 +97,17 @@ def on_four(rank: int, world_size: int) -> dict[str, Any]:
 
     return {
         "tensor and pipeline": compared(world_size, split(2, 2)),
+        "tensor": compared(world_size, split(2, 1)),
         "tensor, zero 1": compared(world_size, split(2, 1, zero_stage=1)),
         "tensor, zero 2": compared(world_size, split(2, 1, zero_stage=2)),
+        "pipeline": compared(world_size, split(1, 2)),
         "pipeline, zero 1": compared(world_size, split(1, 2, zero_stage=1)),
         "pipeline, zero 2": compared(world_size, split(1, 2, zero_stage=2)),
     }
 
 
 def on_eight(rank: int, world_size: int) -> dict[str, Any]:
-    strategies = [TensorPipelineStrategy(2, 2, plan="auto", zero_stage=stage) for stage in (0, 2)]
+    strategies = [TensorPipelineStrategy(2, 2, plan="auto", zero_stage=stage) for stage in (0, 1, 2)]
     return {f"every dimension, zero {s.zero_config.stage}": compared(world_size, s) for s in strategies}
 
 

@@ -237,9 +237,9 @@ def whole_and_continued(site: Site, folder: Path, kind: str, sources: list[Path]
 @pytest.mark.parametrize(
     ("kind", "layouts"),
     [
-        ("groups", [(2, 1, 1), (1, 2, 1)]),
+        ("groups", [(2, 1, 1), (1, 2, 1), (2, 1, 2)]),
         ("finetuned", [(1, 2, 1), (2, 1, 1)]),
-        ("thawed again", PAIRS),
+        ("thawed again", [*PAIRS, (1, 2, 2)]),
         ("by hand", [(2, 1, 1), (1, 1, 2), (2, 1, 2)]),
     ],
     ids=["groups", "finetuned", "thawed again", "by hand"],

@@ -20,7 +20,7 @@ from tests.harness import Ranks
 # ------------------------------------------------------------------------------------------------ batches
 def odd_batches(site: Site) -> Any:
     """A last batch of 3 of 8 samples, and one of a single sample of 6, which leaves nothing for a second replica."""
-    return [fit(site, GPT(), Tokens(35), max_epochs=1), fit(site, Mapped(), Tokens(31), 6, max_epochs=1)]
+    return [fit(site, GPT(), Tokens(35)), fit(site, Mapped(), Tokens(31), 6, max_epochs=1)]
 
 
 class Mapped(GPT):

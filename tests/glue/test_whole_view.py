@@ -18,7 +18,7 @@ from torch.nn.utils import prune
 from tests.glue.oracle import WIDTH, Block, Classifier, Layout, Samples, Site, check, observe, set_by_formula, weights
 from tests.harness import Ranks, RanksFailed
 
-SPLIT: list[Layout] = [(2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 2)]
+SPLIT: list[Layout] = [(2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)]
 PAIRS: list[Layout] = [(2, 1, 1), (1, 2, 1)]
 
 
