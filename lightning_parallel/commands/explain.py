@@ -11,7 +11,7 @@ from rich.console import RenderableType
 
 from lightning_parallel.commands.answer import Answer, add_command, count, positive, table, up_to
 from lightning_parallel.pipeline.schedules import SCHEDULE_NAMES, build_schedule
-from lightning_parallel.pipeline.simulate import simulate
+from lightning_parallel.pipeline.simulate import simulate_equal_stages
 from lightning_parallel.planner.explain import Ring, collectives, ring_all_reduce, split_product, wires, zero_rows
 from lightning_parallel.planner.hardware import Cluster, find_gpu
 from lightning_parallel.planner.job import Candidate, TrainingJob
@@ -55,14 +55,16 @@ def add_parser(commands: Subcommands) -> None:
 
 def _bubble(arguments: argparse.Namespace) -> Answer:
     schedule = build_schedule(arguments.schedule, arguments.stages, arguments.micro_batches)
-    run = simulate(schedule)
+    run = simulate_equal_stages(schedule)
     stages, micro_batches = schedule.stages, schedule.micro_batches
+    is_split = schedule.splits_backward
+    over_ideal = sum(run.idle) / sum(run.busy)
     data = {
         "schedule": schedule.name,
         "stages": stages,
         "micro_batches": micro_batches,
         "bubble": run.bubble,
-        "bubble_over_ideal": (stages - 1) / micro_batches,
+        "bubble_over_ideal": over_ideal,
         "peak_live_micro_batches": list(run.peak_live),
         "grid": run.timeline().splitlines(),
     }
@@ -72,13 +74,22 @@ def _bubble(arguments: argparse.Namespace) -> Answer:
 
         draw_schedule(run, arguments.plot)
     text = (
-        f"{schedule.name}: {stages} stages, {micro_batches} micro-batches; a backward takes as long as two forwards\n",
+        f"{schedule.name}: {stages} stages, {micro_batches} micro-batches; a backward takes as long as two forwards"
+        + (", half of it (W) for the gradients of weights, for which no stage waits\n" if is_split else "\n"),
         run.timeline(),
-        f"\nidle: {run.bubble:.1%} of the step = (p - 1) / (m + p - 1) = {stages - 1}/{micro_batches + stages - 1}, "
-        f"or {(stages - 1) / micro_batches:.1%} on top of the ideal time = (p - 1) / m",
+        f"\nidle: {run.bubble:.1%} of the step{_formulas(stages, micro_batches, over_ideal, is_split)}",
         f"micro-batches whose activations a stage keeps at once: {', '.join(map(str, run.peak_live))}",
     )
     return Answer(data, text)
+
+
+def _formulas(stages: int, micro_batches: int, over_ideal: float, is_split: bool) -> str:
+    """Where the idle share of p stages with m micro-batches comes from."""
+    share, over = f"{stages - 1}/{micro_batches + stages - 1}", f"{over_ideal:.1%} on top of the ideal time"
+    if is_split:
+        usual = (stages - 1) / (micro_batches + stages - 1)
+        return f", or {over}; without the split it is (p - 1) / (m + p - 1) = {share} = {usual:.1%}"
+    return f" = (p - 1) / (m + p - 1) = {share}, or {over} = (p - 1) / m"
 
 
 def _numbers(ranks: int) -> list[list[float]]:

@@ -93,7 +93,9 @@ def _other_schedules(plans: list[dict[str, Any]]) -> list[str]:
 
 def _beyond(entries: list[dict[str, Any]]) -> RenderableType:
     """What is left to gain with other runtimes."""
-    grid = table("faster, but nothing here runs them", "layout", "ZeRO", "memory", "s/step", "faster", "needs")
+    grid = table(
+        "faster, but nothing here runs them by itself", "layout", "ZeRO", "memory", "s/step", "faster", "needs"
+    )
     grid.columns[-1].justify = "left"
     for entry in entries[:SHOWN_BEYOND]:
         percent = entry["faster_percent"]

@@ -152,6 +152,11 @@ class Schedule:
         """Number of pipeline ranks."""
         return len(self.actions)
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are actions of their own."""
+        return any(action.kind is Kind.WEIGHT for actions in self.actions for action in actions)
+
     def rank_of_stage(self, stage: int) -> int:
         """The pipeline rank that runs ``stage``."""
         return stage % self.ranks

@@ -28,6 +28,7 @@ from lightning_parallel.pipeline.placeholder import (
     placeholders_in,
 )
 from lightning_parallel.pipeline.trace import CutPlan
+from lightning_parallel.weight_gradients import WeightGradients, split_linears
 
 __all__ = ["StageCut", "StageResult"]
 
@@ -85,6 +86,7 @@ class StageCut:
         stage: the stage of this process.
         device: device that placeholders report.
         on_first_block: called before the first local block runs, for example to change the random stream.
+        splits_backward: whether gradients of weights are actions of their own.
     """
 
     def __init__(
@@ -94,18 +96,21 @@ class StageCut:
         stage: int,
         device: torch.device,
         on_first_block: Callable[[], None] | None = None,
+        splits_backward: bool = False,
     ) -> None:
         self.root = root
         self.plan = plan
         self.stage = stage
         self.device = device
         self.on_first_block = on_first_block
+        self.weight_gradients = WeightGradients() if splits_backward else None
         self.start, self.stop = plan.bounds[stage]
         self.is_last = stage == len(plan.bounds) - 1
         self.foreign: dict[str, nn.Parameter] = {}  # name in the plain model -> the original parameter
         self.stand_ins: dict[int, nn.Parameter] = {}  # id of the original parameter -> its placeholder
         self._swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._undo_padding: Callable[[], None] | None = None
+        self._undo_split: Callable[[], None] | None = None
         self.ledger = WriteLedger()
         self._received: Any = None
         self._boundary: Any = None
@@ -125,6 +130,8 @@ class StageCut:
                 module._parameters[leaf] = self._stand_in(names[id(parameter)], parameter)
                 self._swapped.append((module, leaf, parameter))
         self._undo_padding = keep_padded(self.root, self.plan.blocks)
+        if self.weight_gradients is not None:
+            self._undo_split = split_linears(self.root, self.weight_gradients)
         for index, name in enumerate(self.plan.blocks):
             block = self.root.get_submodule(name)
             block.__class__ = _pipeline_class(type(block))  # type: ignore[arg-type]
@@ -147,6 +154,8 @@ class StageCut:
             block = self.root.get_submodule(name)
             if block.__dict__.pop("_pipeline_role", None) is not None:
                 block.__class__ = type(block).__mro__[2]
+        if self._undo_split is not None:
+            self._undo_split()
         for module, leaf, original in self._swapped:
             original.requires_grad_(module._parameters[leaf].requires_grad)  # type: ignore[union-attr]
             module._parameters[leaf] = original

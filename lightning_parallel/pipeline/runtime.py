@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.actions import Action, Kind, Schedule, execution_steps
 from lightning_parallel.pipeline.boundary import Boundary, BoundaryLink
 from lightning_parallel.pipeline.cut import StageCut, StageResult
+from lightning_parallel.weight_gradients import WeightGradients
 
 __all__ = ["PipelineRuntime", "StepCallbacks"]
 
@@ -28,7 +30,7 @@ class StepCallbacks(Protocol):
         """Starts the backward pass from the step's output, on the last stage."""
 
     def before_last_backward(self) -> None:
-        """The coming backward is the last of this schedule: gradients are complete after it."""
+        """The coming backward, or the second half of one, is the last of this schedule: gradients are complete then."""
 
     def reduce(self) -> None:
         """Reduces gradients over replicas and owners."""
@@ -73,29 +75,39 @@ class PipelineRuntime:
         state = _InFlight()
         actions = schedule.actions[self.stage]
         self.link.await_headers(sum(a.kind is Kind.RECV_FORWARD for a in actions))
-        last_backward = next((a for a in reversed(actions) if a.kind is Kind.BACKWARD), None)
-        for step in _steps(actions):
-            if step[0].kind.is_communication:
-                self._communicate(step, state)
-                continue
-            action = step[0]
-            with torch.profiler.record_function(str(action)):
-                if action.kind is Kind.FORWARD:
-                    self._forward(_number(action), callbacks, state)
-                elif action.kind is Kind.BACKWARD:
-                    if action == last_backward:
+        completing = next((a for a in reversed(actions) if a.kind in (Kind.BACKWARD, Kind.WEIGHT)), None)
+        store = None if self.cut is None or not schedule.splits_backward else self.cut.weight_gradients
+        with nullcontext() if store is None else store.opened():
+            for step in _steps(actions):
+                if step[0].kind.is_communication:
+                    self._communicate(step, state)
+                    continue
+                action = step[0]
+                with torch.profiler.record_function(str(action)):
+                    if action == completing:
                         callbacks.before_last_backward()
-                    self._backward(_number(action), callbacks, state)
-                elif action.kind is Kind.REDUCE:
-                    callbacks.reduce()
-                else:
-                    raise AssertionError(f"this runtime has no meaning for {action}")
+                    self._compute(action, callbacks, state, store)
         for work, _ in state.sending:
             work.wait()
         self.link.finish()
         return [state.outputs[i] for i in sorted(state.outputs)]
 
     # -------------------------------------------------------------- compute
+    def _compute(
+        self, action: Action, callbacks: StepCallbacks, state: _InFlight, store: WeightGradients | None
+    ) -> None:
+        if action.kind is Kind.REDUCE:
+            callbacks.reduce()
+            return
+        number = _number(action)
+        if action.kind is Kind.FORWARD:
+            self._forward(number, callbacks, state)
+        elif action.kind is Kind.BACKWARD:
+            with nullcontext() if store is None else store.backward(number):
+                self._backward(number, callbacks, state)
+        elif store is not None:
+            store.compute(number)
+
     def _forward(self, number: int, callbacks: StepCallbacks, state: _InFlight) -> None:
         def step() -> Any:
             return callbacks.forward(number)

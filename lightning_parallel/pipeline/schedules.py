@@ -2,11 +2,12 @@
 
 ``compute_plan`` orders forwards and backwards, ``add_communication`` inserts the sends and receives between stages,
 ``add_reduction`` appends the gradient reduction, and ``validate_schedule`` checks the result. GPipe: Huang et al. 2019;
-1F1B: PipeDream-Flush, Narayanan et al. 2021.
+1F1B: PipeDream-Flush, Narayanan et al. 2021; zero bubble: ZB-H1, Qi et al. 2024, section 3.1.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -23,7 +24,7 @@ __all__ = [
     "validate_schedule",
 ]
 
-SCHEDULE_NAMES = ("gpipe", "1f1b")
+SCHEDULE_NAMES = ("gpipe", "1f1b", "zero-bubble")
 
 Plan = tuple[tuple[Action, ...], ...]
 """Actions per rank."""
@@ -65,8 +66,11 @@ def compute_plan(name: str, stages: int, micro_batches: int) -> Plan:
     """Forwards and backwards of every rank, without communication.
 
     ``gpipe`` runs all forwards, then all backwards; stage s keeps ``micro_batches`` activations alive. ``1f1b`` runs
-    ``stages - 1 - s`` forwards ahead, then alternates, so it keeps ``min(micro_batches, stages - s)``. Both run
-    backwards in the order of the micro-batches, so that they add up gradients in the same order and agree bit for bit.
+    ``stages - 1 - s`` forwards ahead, then alternates, so it keeps ``min(micro_batches, stages - s)``. ``zero-bubble``
+    does the same with backwards that stop at the gradients that other stages wait for; their second halves, the
+    gradients of weights, follow s micro-batches later, where stage s would wait otherwise (all at the end, if there are
+    fewer micro-batches than stages). All run backwards in the order of the micro-batches, so that they add up gradients
+    in the same order.
     """
     _check_counts(stages, micro_batches)
     if name not in SCHEDULE_NAMES:
@@ -79,16 +83,31 @@ def compute_plan(name: str, stages: int, micro_batches: int) -> Plan:
         actions = forwards[:ahead]
         for forward, backward in zip(forwards[ahead:], backwards, strict=False):
             actions += [forward, backward]
-        plan.append((*actions, *backwards[micro_batches - ahead :]))
+        actions += backwards[micro_batches - ahead :]
+        if name == "zero-bubble" and stages > 1:
+            actions = list(_with_weights(actions, stage if micro_batches >= stages else micro_batches))
+        plan.append(tuple(actions))
     return tuple(plan)
+
+
+def _with_weights(actions: list[Action], lag: int) -> Iterator[Action]:
+    """The second half of each backward after the backward that comes ``lag`` micro-batches later, or at the end."""
+    waiting: deque[Action] = deque()
+    for action in actions:
+        yield action
+        if action.kind is Kind.BACKWARD:
+            waiting.append(Action(Kind.WEIGHT, action.stage, action.micro_batch))
+            if len(waiting) > lag:
+                yield waiting.popleft()
+    yield from waiting
 
 
 def add_communication(plan: Plan) -> Plan:
     """Receive right before and send right after every forward and backward that crosses a stage boundary.
 
-    Neighbouring sends and receives form one batch. In the steady state of 1F1B ``SF i, RB j`` of stage s meets
-    ``SB j, RF i`` of stage s + 1, so each batch finds its peer's batch and neither buffered nor rendezvous transports
-    can deadlock.
+    Gradients of weights come after the next receive: they need none, and it is under way meanwhile. Neighbouring sends
+    and receives form one batch. In the steady state of 1F1B ``SF i, RB j`` of stage s meets ``SB j, RF i`` of stage
+    s + 1, so each batch finds its peer's batch and neither buffered nor rendezvous transports can deadlock.
     """
     ranks = len(plan)
     stages = 1 + max((action.stage for actions in plan for action in actions), default=0)
@@ -97,15 +116,22 @@ def add_communication(plan: Plan) -> Plan:
 
 def _with_transfers(actions: tuple[Action, ...], stages: int, ranks: int) -> Iterator[Action]:
     sends = {Kind.FORWARD: Kind.SEND_FORWARD, Kind.BACKWARD: Kind.SEND_BACKWARD}
+    weights: list[Action] = []
     for action in actions:
+        if action.kind is Kind.WEIGHT:
+            weights.append(action)
+            continue
         needed = action.needs(stages)
         if needed is not None and needed.peer_stage % ranks != action.stage % ranks:
             yield needed
+        yield from weights
+        weights = []
         yield action
         if action.kind in sends:
             send = Action(sends[action.kind], action.stage, action.micro_batch)
             if 0 <= send.peer_stage < stages and send.peer_stage % ranks != action.stage % ranks:
                 yield send
+    yield from weights
 
 
 def add_reduction(plan: Plan) -> Plan:
@@ -143,7 +169,7 @@ def _validate_rank(schedule: Schedule, rank: int, training: bool) -> None:
         if problem:
             raise _invalid(schedule, f"{action} {problem}", rank, index)
         done.add(action)
-    for action in _required(schedule, rank, done, training):
+    for action in _required(schedule, rank, training):
         if action not in done:
             raise _invalid(schedule, f"{action} is missing", rank, len(schedule.actions[rank]), f"missing {action}")
 
@@ -182,12 +208,12 @@ def _prerequisites(schedule: Schedule, action: Action) -> Iterator[Action]:
         yield Action(_PREREQUISITES[action.kind], action.stage, action.micro_batch)
 
 
-def _required(schedule: Schedule, rank: int, done: set[Action], training: bool) -> Iterator[Action]:
-    """Every action that ``rank`` must have, the split backward only when the rank uses it at all."""
+def _required(schedule: Schedule, rank: int, training: bool) -> Iterator[Action]:
+    """Every action that ``rank`` must have; a schedule splits every backward or none."""
     kinds = [Kind.FORWARD, Kind.SEND_FORWARD]
     if training:
         kinds += [Kind.BACKWARD, Kind.SEND_BACKWARD]
-        kinds += [Kind.WEIGHT] if any(action.kind is Kind.WEIGHT for action in done) else []
+        kinds += [Kind.WEIGHT] if schedule.splits_backward else []
     for stage in range(rank, schedule.stages, schedule.ranks):
         for micro_batch in range(schedule.micro_batches):
             for kind in kinds:

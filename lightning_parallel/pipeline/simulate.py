@@ -15,7 +15,16 @@ from math import ceil
 from lightning_parallel.pipeline.actions import Action, Kind, Schedule, execution_steps
 from lightning_parallel.pipeline.schedules import validate_schedule
 
-__all__ = ["TRANSPORTS", "DeadlockError", "Simulation", "Span", "check_deadlock", "peak_live_micro_batches", "simulate"]
+__all__ = [
+    "TRANSPORTS",
+    "DeadlockError",
+    "Simulation",
+    "Span",
+    "check_deadlock",
+    "peak_live_micro_batches",
+    "simulate",
+    "simulate_equal_stages",
+]
 
 TRANSPORTS = ("buffered", "rendezvous")
 
@@ -54,7 +63,7 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """Idle share of the total: (p - 1) / (m + p - 1) for p equal stages, m micro-batches and free transfers."""
+        """Idle share of the total: (p - 1) / (m + p - 1) for 1F1B, p equal stages, m micro-batches, free transfers."""
         total = self.makespan * len(self.busy)
         return sum(self.idle) / total if total else 0.0
 
@@ -127,6 +136,18 @@ def simulate(
     busy = tuple(sum(span.stop - span.start for span in spans) for spans in walk.spans)
     spans = tuple(map(tuple, walk.spans))
     return Simulation(schedule, spans, max(walk.clock), busy, peak_live_micro_batches(schedule))
+
+
+def simulate_equal_stages(schedule: Schedule) -> Simulation:
+    """A forward takes 1 s and a backward 2 s on every stage, half of it for weights where it is split; transfers none.
+
+    >>> from lightning_parallel.pipeline.schedules import build_schedule
+    >>> print(simulate_equal_stages(build_schedule("zero-bubble", 2, 3)).timeline())
+    stage 0 | F0 F1 .  B0 W0 F2 B1 W1 B2 W2
+    stage 1 | .  F0 B0 F1 B1 W0 F2 B2 W1 W2
+    """
+    first_half = 1.0 if schedule.splits_backward else 2.0
+    return simulate(schedule, 1.0, first_half, weight=1.0, transport="buffered")
 
 
 def check_deadlock(schedule: Schedule) -> None:

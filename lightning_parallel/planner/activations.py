@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from lightning_parallel.planner.job import Candidate, TrainingJob
 
-__all__ = ["block_bytes", "boundary_bytes", "logit_bytes", "passing_bytes"]
+__all__ = ["block_bytes", "boundary_bytes", "factor_bytes", "logit_bytes", "passing_bytes"]
 
 # Bytes per logit: the logits, and their 32-bit copy, log-probabilities and gradient; fused kernels work in place.
 LOGIT_BYTES = {"fused": 8.0, "plain": 10.0}
@@ -60,6 +60,20 @@ def _token_bytes(job: TrainingJob, split: Candidate) -> float:
 def _cast_weights(job: TrainingJob, split: Candidate) -> float:
     """Bytes of the 16-bit copies of a block's matrices that autocast makes, and autograd keeps, for each forward."""
     return job.product_bytes * job.shape.matrix_parameters / split.tensor if job.states == "autocast" else 0.0
+
+
+def factor_bytes(job: TrainingJob, split: Candidate) -> float:
+    """Bytes of what one block keeps per micro-batch between the halves of a split backward.
+
+    Inputs of its products, of which query, key and value (and gate and up) share theirs, and gradients of their
+    outputs: ``32 s b h`` for a GPT block in 16 bit (Qi et al. 2024, table 1).
+    """
+    shape, t = job.shape, split.tensor
+    shared = shape.hidden / (t if split.sequence_parallel else 1)
+    inner = (2 if shape.gated else 1) * shape.ffn
+    inputs = 2 * shared + (shape.query_width + shape.ffn) / t
+    gradients = (shape.query_width + 2 * shape.key_value_width + inner) / t + 2 * shape.hidden
+    return split.micro_batch_tokens(job) * job.product_bytes * (inputs + gradients)
 
 
 def boundary_bytes(job: TrainingJob, split: Candidate) -> float:

@@ -1,4 +1,4 @@
-"""Pure: the splits that would be faster than what runs here, and what each of them needs for it."""
+"""Pure: the splits that would be faster than what is planned, and what each of them needs for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_parallel.planner.cost import least_seconds, pass_seconds, step_ti
 from lightning_parallel.planner.fitting import WORTHWHILE, Plan, fits, plan_of, surely_too_large
 from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.memory import fullest_stage
-from lightning_parallel.planner.runnable import missing
+from lightning_parallel.planner.runnable import not_planned
 from lightning_parallel.planner.stages import stage_parameters
 from lightning_parallel.planner.variants import (
     group_sizes,
@@ -28,11 +28,11 @@ __all__ = ["Beyond", "faster_elsewhere"]
 
 @dataclass(frozen=True)
 class Beyond:
-    """A split that no strategy here runs.
+    """A split that no strategy here runs, or none unless it is asked for.
 
     Attributes:
         plan: its figures.
-        needs: what no strategy does, in words.
+        needs: what no strategy does, or has to be told to do, in words.
         faster: part by which it trains more tokens per second than the best plan that runs; None when none fits.
     """
 
@@ -53,10 +53,18 @@ def faster_elsewhere(job: TrainingJob, fixed: Mapping[str, Any], limit: float) -
         fixed: fields of the candidates that are given, ``offload`` among them.
         limit: seconds of a step of the fastest plan that runs; infinite when none does.
     """
+
+    def needs_of(split: Candidate) -> tuple[str, ...]:
+        return tuple(not_planned(job, split, fixed).values())
+
     search = _Search(job, fixed, limit)
     search.run()
     found = [
-        Beyond(plan_of(job, split), tuple(missing(job, split).values()), limit / seconds - 1 if limit < inf else None)
+        Beyond(
+            plan_of(job, split),
+            tuple(not_planned(job, split, fixed).values()),
+            limit / seconds - 1 if limit < inf else None,
+        )
         for kinds, (seconds, split) in search.best.items()
         if seconds < search.bound(kinds, itself=False)
     ]
@@ -76,7 +84,7 @@ class _Search:
     def run(self) -> None:
         """Those with the lowest bounds first: little else has to be looked at."""
         for least, base in sorted(self._bounded(), key=lambda entry: entry[0]):
-            kinds = frozenset(missing(self.job, base))
+            kinds = frozenset(not_planned(self.job, base, self.fixed))
             if least < self.bound(kinds):
                 self._take_fastest(base, kinds)
 
@@ -118,7 +126,7 @@ class _Search:
         for ordered in orders(self.job, arranged, self.fixed, every=True):
             for stage in stages:
                 base = replace(ordered, zero_stage=stage)
-                if missing(self.job, base):
+                if not_planned(self.job, base, self.fixed):
                     least = least_seconds(self.job, base, whole)
                     if least < self.limit:
                         yield least, base

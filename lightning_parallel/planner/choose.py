@@ -15,7 +15,6 @@ from lightning_parallel.planner.beyond import Beyond, faster_elsewhere
 from lightning_parallel.planner.hardware import GIB
 from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.report import result_data
-from lightning_parallel.planner.runnable import missing
 from lightning_parallel.planner.search import USABLE_MEMORY, Plan, Rejected, SearchResult, rank_layouts
 from lightning_parallel.planner.units import memory_text, plural
 
@@ -162,7 +161,7 @@ def _beyond(cases: Cases, best: Choice) -> Iterator[tuple[TrainingJob, Beyond]]:
     ]
     seen: set[frozenset[str]] = set()
     for job, entry in sorted(found, key=lambda pair: pair[1].plan.time.total / pair[0].global_batch):
-        needs = frozenset(missing(job, entry.plan.split))
+        needs = frozenset(entry.needs)
         if not any(part <= needs for part in seen):
             seen.add(needs)
             yield job, entry

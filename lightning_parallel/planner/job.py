@@ -33,6 +33,8 @@ LOSSES = ("plain", "fused")
 KERNELS = ("plain", "fused")
 STATES = ("mixed", "flat-gradients", "fp32-gradients", "both-gradients", "autocast", "true")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zb-h2", "zb-v")
+# With tensor ranks, split backwards wait for sums of gradients that whole ones hide; costs here do not count that.
+ON_REQUEST = ("zero-bubble",)
 # Bytes of optimizer state per parameter in 32 bit.
 OPTIMIZERS = {"adam": 8, "adamw": 8, "adam-8bit": 2, "sgd": 0, "sgd-momentum": 4, "lion": 4}
 

@@ -6,13 +6,27 @@ and partitions hands to each rank. Activations count what autograd keeps. The re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
-from lightning_parallel.planner.activations import block_bytes, boundary_bytes, logit_bytes, passing_bytes
+from lightning_parallel.planner.activations import (
+    block_bytes,
+    boundary_bytes,
+    factor_bytes,
+    logit_bytes,
+    passing_bytes,
+)
 from lightning_parallel.planner.hardware import GIB
 from lightning_parallel.planner.job import Candidate, TrainingJob
-from lightning_parallel.planner.stages import ROUNDING, blocks_per_stage, live_blocks, mean_parameters, stage_parameters
+from lightning_parallel.planner.stages import (
+    ROUNDING,
+    blocks_per_stage,
+    fullest_moments,
+    live_blocks,
+    mean_parameters,
+    stage_parameters,
+)
 
 __all__ = [
     "EXACT_TERMS",
@@ -131,7 +145,19 @@ def _loads(job: TrainingJob, split: Candidate) -> list[_Load]:
         live * block + live / max(1, count) * boundary
         for live, count in zip(live_blocks(job.shape, split, micro_batches), blocks, strict=True)
     ]
+    if split.schedule == "zero-bubble":
+        kept = _kept_by_halves(job, split, kept, blocks)
     return [_Load(*load) for load in zip(stage_parameters(job.shape, split), kept, strict=True)]
+
+
+def _kept_by_halves(job: TrainingJob, split: Candidate, kept: Sequence[float], blocks: Sequence[float]) -> list[float]:
+    """Per stage, what first halves of backwards wait for, and what second ones do that are put off."""
+    moments = fullest_moments(split.pipeline, split.micro_batches(job))
+    factors = factor_bytes(job, split)
+    return [
+        max(live / first[0] * whole + waiting * count * factors for live, waiting in (first, second))
+        for whole, count, (first, second) in zip(kept, blocks, moments, strict=True)
+    ]
 
 
 def _moving(job: TrainingJob, split: Candidate) -> _Moving:

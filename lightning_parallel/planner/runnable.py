@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from lightning_parallel.pipeline.schedules import SCHEDULE_NAMES
-from lightning_parallel.planner.job import Candidate, TrainingJob
+from lightning_parallel.planner.job import ON_REQUEST, Candidate, TrainingJob
 from lightning_parallel.planner.precisions import keeps_masters
 from lightning_parallel.planner.stages import blocks_per_stage
 from lightning_parallel.planner.units import device_word, plural
 
-__all__ = ["FSDP_SHARDINGS", "missing", "unrunnable"]
+__all__ = ["FSDP_SHARDINGS", "missing", "not_planned", "unrunnable"]
 
 FSDP_SHARDINGS = {2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
 
@@ -34,6 +35,14 @@ def missing(job: TrainingJob, split: Candidate) -> Mapping[str, str]:
         found["balance"] = "stages of equal numbers of blocks"
     if _bare_shards(job, split):
         found["states"] = f"ZeRO-{split.zero_stage} without 32-bit copies of weights"
+    return found
+
+
+def not_planned(job: TrainingJob, split: Candidate, fixed: Mapping[str, Any]) -> Mapping[str, str]:
+    """What keeps a split from being planned: `missing`, and a schedule that is taken only where it is given."""
+    found = dict(missing(job, split))
+    if split.pipeline > 1 and split.schedule in ON_REQUEST and fixed.get("schedule") != split.schedule:
+        found[f"schedule {split.schedule}"] = f"schedule={split.schedule!r}, which is planned where it is given"
     return found
 
 

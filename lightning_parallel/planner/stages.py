@@ -82,12 +82,13 @@ def live_blocks(shape: ModelShape, split: Candidate, micro_batches: int) -> tupl
     """Per pipeline rank, blocks times micro-batches whose activations it keeps at one time.
 
     Interleaved (Narayanan et al. 2021): rank r warms up with 2 (p - r - 1) + (v - 1) p passes of a chunk and keeps one
-    more. Zero bubble (Qi et al. 2024): ZB-H2 keeps 2 (p - r) - 1 micro-batches and ZB-V p on every rank. Where there
-    are too few to fill the bubble, every rank puts the second halves of its backwards off and keeps all.
+    more. Zero bubble (Qi et al. 2024): ZB-H1 keeps as many as 1F1B, beside what is put off (`fullest_moments`); ZB-H2
+    keeps 2 (p - r) - 1 micro-batches and ZB-V p on every rank. Where there are too few to fill ZB-H2's bubble, every
+    rank puts the second halves of its backwards off and keeps all.
     """
     p, v = split.pipeline, split.virtual_stages
     blocks = blocks_per_stage(shape, split)
-    if split.schedule in ("gpipe", "1f1b") and v == 1:
+    if split.schedule in ("gpipe", "1f1b", "zero-bubble") and v == 1:
         live = live_micro_batches(split.schedule, p, micro_batches)
         return tuple(float(b * n) for b, n in zip(blocks, live, strict=True))
     found = []
@@ -97,11 +98,24 @@ def live_blocks(shape: ModelShape, split: Candidate, micro_batches: int) -> tupl
             found.append(held / v * passes)
         elif split.schedule == "zb-h2":
             found.append(held * _put_off(micro_batches, 2 * p - 1, 2 * (p - rank) - 1))
-        elif split.schedule == "zb-v":
-            found.append(float(held * min(p, micro_batches)))
         else:
-            found.append(held * _put_off(micro_batches, p, p - rank))
+            found.append(float(held * min(p, micro_batches)))
     return tuple(map(float, found))
+
+
+def fullest_moments(stages: int, micro_batches: int) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
+    """Per stage of the schedule zero-bubble, micro-batches that wait for the first and the second half of a backward.
+
+    After the forward with which most are live, and after the first half with which most are put off: stage s puts s of
+    them off, or all if there are fewer micro-batches than stages.
+    """
+    found = []
+    for stage, live in enumerate(live_micro_batches("zero-bubble", stages, micro_batches)):
+        if micro_batches < stages:
+            found.append(((live, micro_batches - live), (0, micro_batches)))
+        else:
+            found.append(((live, stage), (live - 1, stage + 1)))
+    return tuple(found)
 
 
 def _put_off(micro_batches: int, filling: int, kept: int) -> int:

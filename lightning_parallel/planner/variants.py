@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_parallel.layout import divisors
 from lightning_parallel.pipeline.schedules import SCHEDULE_NAMES
-from lightning_parallel.planner.job import RECOMPUTES, SCHEDULES, Candidate, Recompute, TrainingJob
+from lightning_parallel.planner.job import ON_REQUEST, RECOMPUTES, SCHEDULES, Candidate, Recompute, TrainingJob
 
 __all__ = [
     "group_sizes",
@@ -112,7 +112,7 @@ def orders(job: TrainingJob, base: Candidate, fixed: Fixed, *, every: bool = Fal
     if base.pipeline == 1:
         yield base
         return
-    names: tuple[str, ...] = SCHEDULES if every else SCHEDULE_NAMES
+    names: tuple[str, ...] = SCHEDULES if every else tuple(n for n in SCHEDULE_NAMES if n not in ON_REQUEST)
     if "schedule" in fixed:
         names = (fixed["schedule"],)
     elif fixed.get("virtual_stages", 1) > 1:

@@ -12,7 +12,7 @@ __all__ = ["LossConfig", "PipelineConfig", "SizeOrAuto", "TensorParallelConfig",
 
 SizeOrAuto = int | Literal["auto"]
 LossWeight = Literal["samples", "valid_labels"] | Callable[[Any], Any]
-SCHEDULES = ("1f1b", "gpipe")
+SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
 NON_FINITE = ("ignore", "raise", "skip")
 GRADIENT_DTYPES = ("float32", "parameter")
 ZERO_STAGES = {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "FULL_SHARD": 3}
@@ -68,7 +68,7 @@ class PipelineConfig:
         size: number of stages; "auto" is the even split of a node, or the planner's (see `even_or_planned`).
         micro_batches: parts that each rank's batch is split into; "auto" is 4 per stage (1 without a pipeline). A
             batch with fewer samples gives fewer parts.
-        schedule: "1f1b" or "gpipe".
+        schedule: "1f1b", "gpipe" or "zero-bubble".
         blocks: "auto", or the names (or one pattern) of the repeated blocks that may be spread over stages.
         evaluation_micro_batches: the same in validation, test and prediction; 1 runs every step on the whole batch.
     """

@@ -81,6 +81,7 @@ def convert_module(
     tensor_plan: TensorPlan,
     cut_plan: CutPlan | None,
     parameters_stay: bool = False,
+    splits_backward: bool = False,
 ) -> tuple[Undo, StageCut | None]:
     """Tensor-parallel layers and shards, the cut, and the move to the device. Collective over the world.
 
@@ -90,6 +91,7 @@ def convert_module(
         tensor_plan: what happens to every layer.
         cut_plan: blocks and owners of every stage; None for one stage.
         parameters_stay: do not move them to the device, which will have shares of them.
+        splits_backward: whether the schedule has gradients of weights as actions of their own.
 
     Returns:
         What takes the layers back, and the applied cut.
@@ -97,7 +99,7 @@ def convert_module(
     Raises:
         ValueError or RuntimeError: it failed on some rank; the module is as it was then, on all of them.
     """
-    conversion = _Conversion(module, shards, tensor_plan, cut_plan, parameters_stay)
+    conversion = _Conversion(module, shards, tensor_plan, cut_plan, parameters_stay, splits_backward)
     try:
         agree(shards.mesh.world, conversion.apply, conversion.take_back)
     except BaseException:
@@ -118,6 +120,7 @@ class _Conversion:
         tensor_plan: TensorPlan,
         cut_plan: CutPlan | None,
         parameters_stay: bool,
+        splits_backward: bool,
     ) -> None:
         self.module = module
         self.shards = shards
@@ -125,7 +128,9 @@ class _Conversion:
         self.parameters_stay = parameters_stay
         self.undo = Undo()
         mesh = shards.mesh
-        self.cut = None if cut_plan is None else StageCut(module, cut_plan, mesh.stage, mesh.device)
+        self.cut = None
+        if cut_plan is not None:
+            self.cut = StageCut(module, cut_plan, mesh.stage, mesh.device, splits_backward=splits_backward)
         self._cut_plan = cut_plan
         self._snapshot = ModuleSnapshot(module)
         self._split = split_parameters(module, shards.tags, self._keeps)

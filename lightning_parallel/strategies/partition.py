@@ -283,7 +283,8 @@ def make_partition(
     agree(mesh.world, refuse)
     add_stage_groups(mesh, tuple(sorted({tag.stages for tag in tags.values() if tag.shared})))
     shards = ModelShards(module, tags, keys, mesh, cut_plan, all_gather_full, shard_tensor)
-    undo, cut = convert_module(module, shards, tensor_plan, cut_plan, parameters_stay)
+    split = pipeline.schedule == "zero-bubble"
+    undo, cut = convert_module(module, shards, tensor_plan, cut_plan, parameters_stay, split)
     if cut is not None:
         names |= {id(stand_in): names[original] for original, stand_in in cut.stand_ins.items()}
     return Partition(module, mesh, tags, shards, tensor_plan, cut_plan, cut, undo, names, originals)

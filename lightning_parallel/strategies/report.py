@@ -11,7 +11,7 @@ from rich.table import Table
 
 from lightning_parallel.layout import ParallelLayout
 from lightning_parallel.pipeline.schedules import build_schedule
-from lightning_parallel.pipeline.simulate import simulate
+from lightning_parallel.pipeline.simulate import simulate_equal_stages
 from lightning_parallel.planner.units import plural
 from lightning_parallel.strategies.config import ZeroConfig
 
@@ -43,7 +43,7 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 def predicted_bubble(schedule: str, stages: int, micro_batches: int) -> float:
     """Share of the time that stages wait, for equal stages: from the same schedule that runs."""
-    return simulate(build_schedule(schedule, stages, micro_batches)).bubble
+    return simulate_equal_stages(build_schedule(schedule, stages, micro_batches)).bubble
 
 
 def _sharded(zero: ZeroConfig, replicas: int) -> str:

@@ -74,7 +74,8 @@ class TensorPipelineStrategy(SteppingStrategy):
             between tensor and pipeline, tensor first, or takes the planner's layout (see `even_or_planned`).
         pipeline_parallel_size: number of pipeline stages.
         micro_batches: parts that each rank's batch is split into; "auto" is 4 per stage.
-        schedule: "1f1b" or "gpipe".
+        schedule: "1f1b", "gpipe", or "zero-bubble" (Qi et al. 2024, ZB-H1), which computes gradients of weights where
+            stages would wait.
         zero_stage: sharding over the replicas: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 (without tensor
             and pipeline parallelism) also parameters; or a `ZeroConfig`.
         sequence_parallel: also split activations between the split layers along the sequence (Korthikanti et al. 2022).

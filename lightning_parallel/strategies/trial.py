@@ -88,7 +88,7 @@ class StepTrial:
         """
         mesh, options = self.mesh, self._runner.options
         stages, parts = mesh.layout.pipeline, self.samples // samples
-        if options.schedule == "1f1b":
+        if options.schedule != "gpipe":
             parts = min(parts, stages + 1)  # never more are under way, and one follows
         runtime = PipelineRuntime(mesh, self._partition.cut)
         if stages > 1:

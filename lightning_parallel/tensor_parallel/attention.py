@@ -21,6 +21,7 @@ from lightning_parallel.tensor_parallel import mappings
 from lightning_parallel.tensor_parallel.layers import derive_class
 from lightning_parallel.tensor_parallel.linear import column_linears, row_linear
 from lightning_parallel.tensor_parallel.random import RegionState
+from lightning_parallel.weight_gradients import STORE
 
 __all__ = ["AttentionState", "convert_attention", "disable_fused_kernels"]
 
@@ -137,7 +138,8 @@ class _SplitAttention(nn.Module):
         y = y.transpose(1, 2).flatten(2)  # (N, L, local heads * head_dim)
         y = (y if own.batch_first else y.transpose(0, 1)) if batched else y.squeeze(0)
         out = own.out_proj
-        return row_linear(y, state.group, out.weight, out.bias, state.sequence_dim), weights
+        store = self.__dict__.get(STORE)
+        return row_linear(y, state.group, out.weight, out.bias, state.sequence_dim, store=store), weights
 
 
 def _whole_sequences(query: Tensor, key: Tensor, value: Tensor, state: AttentionState) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,11 +164,13 @@ def _project(
         pairs = list(zip(weights, biases, strict=True))[first:last]
         if state.sequence_dim is not None:  # the gather, or whoever gave the input, sums the gradient
             return tuple(F.linear(x, weight, bias) for weight, bias in pairs)
-        return column_linears(x, state.group, *(parameter for pair in pairs for parameter in pair))
+        parameters = [parameter for pair in pairs for parameter in pair]
+        return column_linears(x, state.group, *parameters, store=module.__dict__.get(STORE))
 
     if query is key and key is value:
         if module.in_proj_weight is not None and state.sequence_dim is None:
-            (packed,) = column_linears(query, state.group, module.in_proj_weight, module.in_proj_bias)
+            store = module.__dict__.get(STORE)
+            (packed,) = column_linears(query, state.group, module.in_proj_weight, module.in_proj_bias, store=store)
             q, k, v = packed.chunk(3, -1)
             return q, k, v
         q, k, v = linears(query, 0, 3)

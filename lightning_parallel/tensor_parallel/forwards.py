@@ -19,6 +19,7 @@ from lightning_parallel.tensor_parallel.linear import column_linears, row_linear
 from lightning_parallel.tensor_parallel.random import RegionState
 from lightning_parallel.tensor_parallel.sharding import ShardSpec
 from lightning_parallel.tensor_parallel.shards import gather_shards, take_shard
+from lightning_parallel.weight_gradients import STORE, WeightGradients, linear
 
 __all__ = [
     "SHARED",
@@ -105,10 +106,16 @@ class ColumnForward(ParallelForward):
             if shared is not None:
                 y = shared.linear(self, input, group)
             else:
-                y = column_linears(input, group, self.weight, self.bias, transposed=state.transposed)[0]
+                store = self.__dict__.get(STORE)
+                y = column_linears(input, group, self.weight, self.bias, transposed=state.transposed, store=store)[0]
         else:  # no gradient of the input to reduce
-            y = super().forward(input)
+            y = self._alone(input, state)
         return _leave_column(self, y, state)
+
+    def _alone(self, input: Tensor, state: LayerState) -> Tensor:
+        store: WeightGradients | None = self.__dict__.get(STORE)
+        put_off = None if store is None else store.put_off(self.weight, transposed=state.transposed)
+        return super().forward(input) if put_off is None else linear(input, self.weight, self.bias, put_off[0])
 
 
 class OwnColumnForward(ParallelForward):
@@ -151,7 +158,8 @@ class RowForward(ParallelForward):
         if group is None:
             return super().forward(input)
         x = _enter_row(input, state)
-        return row_linear(x, group, self.weight, self.bias, state.scatter_dim, transposed=state.transposed)
+        dim, store = state.scatter_dim, self.__dict__.get(STORE)
+        return row_linear(x, group, self.weight, self.bias, dim, transposed=state.transposed, store=store)
 
 
 class OwnRowForward(ParallelForward):

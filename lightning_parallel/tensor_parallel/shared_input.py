@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.comm import ProcessGroup
-from lightning_parallel.tensor_parallel.linear import autocast_dtype, column_linears
+from lightning_parallel.products import autocast_dtype
+from lightning_parallel.tensor_parallel.linear import column_linears
+from lightning_parallel.weight_gradients import STORE
 
 __all__ = ["SharedInput"]
 
@@ -47,16 +49,17 @@ class SharedInput:
 
     def linear(self, module: nn.Linear, x: Tensor, group: ProcessGroup) -> Tensor:
         """Output of ``module`` for ``x``, which needs a gradient."""
-        members = self.members
+        members, store = self.members, module.__dict__.get(STORE)
         index = next((i for i, member in enumerate(members) if member is module), -1)
         if self._input is x and self._version == x._version and self._dtype == autocast_dtype(x):
             output = self._take(index, module)
             if output is not None:
                 return output
         if index < 0 or len(members) == 1:
-            return column_linears(x, group, module.weight, module.bias)[0]
+            return column_linears(x, group, module.weight, module.bias, store=store)[0]
         self.clear()
-        outputs = column_linears(x, group, *(p for member in members for p in (member.weight, member.bias)))
+        parameters = [p for member in members for p in (member.weight, member.bias)]
+        outputs = column_linears(x, group, *parameters, store=store)
         self._input, self._version, self._dtype = x, x._version, autocast_dtype(x)
         for i, (member, output) in enumerate(zip(members, outputs, strict=True)):
             if i != index:

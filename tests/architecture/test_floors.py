@@ -13,7 +13,10 @@ from tests.architecture.source import FLOORS, PACKAGE, ROOT, Import, Module, own
 
 MODULES = {module.name: module for module in package_modules()}
 # What every room of the mechanism floor may use; apart from these, rooms meet only in the strategies.
-TOOLS_OF_MECHANISM = {f"{PACKAGE}.{name}" for name in ("mesh", "comm", "blocks", "calls", "fakes", "copies")}
+TOOLS_OF_MECHANISM = {
+    f"{PACKAGE}.{name}"
+    for name in ("mesh", "comm", "blocks", "calls", "fakes", "copies", "products", "weight_gradients")
+}
 # A part of such a tool, which only the tool itself uses.
 PARTS_OF_TOOLS = {f"{PACKAGE}.host_comm": f"{PACKAGE}.comm"}
 RAW_DISTRIBUTED = {"mesh.py", "comm.py", "host_comm.py", "checkpoint/io.py", "strategies/fsdp_units.py"}

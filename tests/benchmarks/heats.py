@@ -82,6 +82,7 @@ OUR_DATA = Job("tp_pp, data 2", "lightning_jobs.our_data_parallel")
 DDP = Job("Lightning DDP", "lightning_jobs.ddp")
 ACCUMULATING = Job("one process, micro-batches", "bare_jobs.one_process_accumulating", ranks=1)
 OUR_PIPELINE = Job("tp_pp, pipeline 2", "lightning_jobs.our_pipeline", last_rank_loss=True)
+OUR_ZERO_BUBBLE = Job("tp_pp, pipeline 2, zero bubble", "lightning_jobs.our_zero_bubble", last_rank_loss=True)
 PLAIN_1F1B = Job("1F1B, plain loop", "bare_jobs.plain_1f1b", last_rank_loss=True)
 TORCH_1F1B = Job("torch Schedule1F1B, plain loop", "bare_jobs.torch_1f1b", last_rank_loss=True)
 
@@ -178,11 +179,13 @@ HEATS = {
     ),
     "pp": Heat(
         "pipeline parallel, 2 processes",
-        (ACCUMULATING, PLAIN_1F1B, TORCH_1F1B, OUR_PIPELINE),
+        (ACCUMULATING, PLAIN_1F1B, OUR_ZERO_BUBBLE, TORCH_1F1B, OUR_PIPELINE),
         (
             *_beats(OUR_PIPELINE, TORCH_1F1B, 1.15),
+            *_beats(OUR_ZERO_BUBBLE, TORCH_1F1B, 1.15),
             Target(ACCUMULATING.name, TORCH_1F1B.name, "at best", {}),
             Target(OUR_PIPELINE.name, ACCUMULATING.name, "bubble", {"mid": BUBBLE + 0.05, "paced": BUBBLE + 0.05}),
+            Target(OUR_ZERO_BUBBLE.name, ACCUMULATING.name, "bubble", {}),
             Target(TORCH_1F1B.name, ACCUMULATING.name, "bubble", {}),
             Target(PLAIN_1F1B.name, ACCUMULATING.name, "bubble", {}),
             Target(PLAIN_1F1B.name, TORCH_1F1B.name, "faster", {}),

@@ -145,12 +145,17 @@ def our_tensor_parallel(run: Run) -> list[Tensor]:
     return _fit(run, LitGPT(run.sizes), strategy)
 
 
-def our_pipeline(run: Run) -> list[Tensor]:
+def our_pipeline(run: Run, schedule: str = "1f1b") -> list[Tensor]:
     """This package, pipeline parallel with 1F1B."""
     strategy = TensorPipelineStrategy(
-        tensor_parallel_size=1, pipeline_parallel_size=run.ranks, micro_batches=run.micro_batches
+        tensor_parallel_size=1, pipeline_parallel_size=run.ranks, micro_batches=run.micro_batches, schedule=schedule
     )
     return _fit(run, LitGPT(run.sizes), strategy)
+
+
+def our_zero_bubble(run: Run) -> list[Tensor]:
+    """This package, pipeline parallel with split backwards."""
+    return our_pipeline(run, "zero-bubble")
 
 
 def our_data_parallel(run: Run) -> list[Tensor]:

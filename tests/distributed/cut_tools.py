@@ -52,7 +52,7 @@ class CutModel:
         add_stage_groups(mesh, tuple(sorted({tag.stages for tag in tags.values() if tag.shared})))
         self.local = {n: p for n, p in parameters.items() if mesh.stage in self.plan.owners[n]}
         self.random = StepRandom(3, 0, mesh.stage, CPU)
-        self.cut = StageCut(task, self.plan, mesh.stage, CPU, self.random.enter_blocks)
+        self.cut = StageCut(task, self.plan, mesh.stage, CPU, self.random.enter_blocks, splits_backward=True)
         self.cut.apply()
         self.cut.free_foreign()
         self.completer = GradientCompleter(self.local, tags, mesh)

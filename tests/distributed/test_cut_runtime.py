@@ -19,6 +19,7 @@ from lightning_parallel import comm
 from lightning_parallel.pipeline import boundary as boundaries
 from lightning_parallel.pipeline.boundary import Boundary, BoundaryLink
 from lightning_parallel.pipeline.placeholder import PipelineCutError
+from lightning_parallel.pipeline.schedules import SCHEDULE_NAMES
 from tests import models, transformers_models
 from tests.distributed.cut_tools import CPU, CutModel, check_case, compare, naming, pipeline_mesh, uncut
 from tests.harness import Ranks
@@ -65,13 +66,13 @@ def test_transformers(ranks: Ranks, names: list[str]) -> None:
 
 def test_transformers_on_three_stages(ranks: Ranks) -> None:
     """Those whose boundary holds more than hidden states, changes shape, or whose weights are tied."""
-    ranks(3, check_library, ["convnext", "t5", "gpt2"], "1f1b")
+    ranks(3, check_library, ["convnext", "t5", "gpt2"], "zero-bubble")
 
 
 # ------------------------------------------------------------------------------------------------ schedules
 def check_few_micro_batches(rank: int, world_size: int) -> None:
     mesh = pipeline_mesh(timeout=timedelta(seconds=15))
-    for schedule in ("1f1b", "gpipe"):
+    for schedule in SCHEDULE_NAMES:
         for count in (1, 2, 3):
             check_case(mesh, partial(models.build, "tied"), changing_batches()[:count], schedule)
 
@@ -88,7 +89,8 @@ def check_uneven(rank: int, world_size: int) -> list[str]:
     models.fill(reference)
     batches = changing_batches()
     model = CutModel(task, pipeline_mesh(), batches[0])
-    compare(model.record(model.train("1f1b", batches)), uncut(reference, batches), model.plan, rank, 1e-10)
+    for schedule in ("1f1b", "zero-bubble"):
+        compare(model.record(model.train(schedule, batches)), uncut(reference, batches), model.plan, rank, 1e-10)
     return list(model.plan.blocks[slice(*model.plan.bounds[rank])])
 
 

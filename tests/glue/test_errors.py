@@ -49,7 +49,7 @@ from tests.harness.process import ROOT
             "evaluation_micro_batches='auto' is not a count; use an integer of at least 1",
         ),
         ({"bucket_bytes": 2.5e7}, "bucket_bytes=25000000.0 is not a count; use an integer of at least 1"),
-        ({"schedule": "zb"}, "schedule='zb' is unknown; use one of 1f1b, gpipe"),
+        ({"schedule": "zb"}, "schedule='zb' is unknown; use one of 1f1b, gpipe, zero-bubble"),
         (
             {"zero_stage": 4},
             "stage 4 of ZeRO is not available; use 0 (nothing sharded), 1 (optimizer state), 2 (also gradients) or 3 "

@@ -66,6 +66,29 @@ class WithAdamW(GPT):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
 
 
+def tied_in_windows(site: Site) -> Any:
+    """One weight on the first and the last stage, a frozen layer, windows, a clipped norm, an odd batch."""
+    module = WithAdamW()
+    module.head.weight = module.tok.weight
+    module.layers[1].mlp.fc1.requires_grad_(False)
+    return fit(site, module, Tokens(35), accumulate_grad_batches=2, gradient_clip_val=0.5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ((1, 2, 1), {}),
+        ((2, 2, 1), {}),
+        ((2, 2, 1), {"sequence_parallel": True}),
+        ((1, 2, 2), {}),
+        ((1, 2, 2), {"zero_stage": 1}),
+        ((1, 2, 2), {"zero_stage": 2}),
+    ],
+)
+def test_zero_bubble(ranks: Ranks, layout: Layout, options: dict[str, Any]) -> None:
+    check(ranks, tied_in_windows, layout, plan="auto", schedule="zero-bubble", micro_batches=3, **options)
+
+
 def clipped_windows(site: Site) -> Any:
     """Sums over tensor ranks are due once per window, before the norm is taken."""
     return fit(site, WithAdamW(), Tokens(35), accumulate_grad_batches=2, gradient_clip_val=0.5)

@@ -16,7 +16,7 @@ from lightning_parallel.pipeline.schedules import (
     forward_only_schedule,
     validate_schedule,
 )
-from lightning_parallel.pipeline.simulate import simulate
+from lightning_parallel.pipeline.simulate import simulate, simulate_equal_stages
 from tests.golden_files import check_golden
 
 STAGES = range(1, 9)
@@ -57,6 +57,21 @@ def test_1f1b_runs_ahead_by_the_stages_behind_and_then_alternates() -> None:
     assert list(map(words, compute_plan("1f1b", 4, 1))) == ["0F0 0B0", "1F0 1B0", "2F0 2B0", "3F0 3B0"]
 
 
+def test_zero_bubble_puts_gradients_of_weights_off_by_the_stages_before() -> None:
+    assert list(map(words, compute_plan("zero-bubble", 3, 4))) == [
+        "0F0 0F1 0F2 0B0 0W0 0F3 0B1 0W1 0B2 0W2 0B3 0W3",
+        "1F0 1F1 1B0 1F2 1B1 1W0 1F3 1B2 1W1 1B3 1W2 1W3",
+        "2F0 2B0 2F1 2B1 2F2 2B2 2W0 2F3 2B3 2W1 2W2 2W3",
+    ]
+    assert list(map(words, compute_plan("zero-bubble", 3, 2)))[2] == "2F0 2B0 2F1 2B1 2W0 2W1"
+    assert compute_plan("zero-bubble", 1, 2) == compute_plan("1f1b", 1, 2)
+
+
+def test_gradients_of_weights_wait_until_the_next_receive_is_posted() -> None:
+    plan = add_communication((line("0F0 0B0 0W0 0F1 0B1 0W1"), line("1F0 1B0 1W0 1F1 1B1 1W1")))
+    assert words(plan[1]) == "1RF0 1F0 1B0 1SB0 1RF1 1W0 1F1 1B1 1SB1 1W1"
+
+
 def test_add_communication_receives_before_and_sends_after() -> None:
     plan = add_communication((line("0F0 0B0"), line("1F0 1B0"), line("2F0 2B0")))
     assert list(map(words, plan)) == ["0F0 0SF0 0RB0 0B0", "1RF0 1F0 1SF0 1RB0 1B0 1SB0", "2RF0 2F0 2B0 2SB0"]
@@ -78,11 +93,12 @@ def test_one_stage_needs_no_transfers() -> None:
     assert words(forward_only_schedule(1, 2).actions[0]) == "0F0 0F1"
 
 
-def test_steady_state_of_1f1b_pairs_whole_batches() -> None:
+@pytest.mark.parametrize("name", ["1f1b", "zero-bubble"])
+def test_steady_state_pairs_whole_batches(name: str) -> None:
     """A batch that sends forward i and receives backward j meets one that receives forward i and sends backward j."""
     paired = 0
     for stages, micro_batches in GRID:
-        schedule = build_schedule("1f1b", stages, micro_batches)
+        schedule = build_schedule(name, stages, micro_batches)
         steps = [set(execution_steps(actions)) for actions in schedule.actions]
         for stage in range(stages - 1):
             ahead = stages - 1 - stage
@@ -97,11 +113,11 @@ def test_steady_state_of_1f1b_pairs_whole_batches() -> None:
 
 @pytest.mark.parametrize(
     ("name", "stages", "micro_batches"),
-    [("gpipe", 3, 4), ("1f1b", 1, 3), ("1f1b", 2, 4), ("1f1b", 4, 2), ("1f1b", 4, 8)],
+    [("gpipe", 3, 4), ("1f1b", 1, 3), ("1f1b", 2, 4), ("1f1b", 4, 2), ("1f1b", 4, 8), ("zero-bubble", 4, 8)],
 )
 def test_golden_schedule(name: str, stages: int, micro_batches: int) -> None:
     schedule = build_schedule(name, stages, micro_batches)
-    text = f"{schedule.to_text()}\n{simulate(schedule).timeline()}\n"
+    text = f"{schedule.to_text()}\n{simulate_equal_stages(schedule).timeline()}\n"
     check_golden(f"schedules/{name}_p{stages}_m{micro_batches}.txt", text)
 
 
@@ -119,7 +135,7 @@ def test_every_schedule_round_trips_as_text() -> None:
 
 
 def test_unknown_names_and_empty_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match="schedule 'zb' is unknown; use 'gpipe' or '1f1b'"):
+    with pytest.raises(ValueError, match="schedule 'zb' is unknown; use 'gpipe' or '1f1b' or 'zero-bubble'"):
         build_schedule("zb", 2, 2)
     with pytest.raises(ValueError, match="stages must be a whole number of at least 1, such as 1, got 0"):
         build_schedule("1f1b", 0, 2)
@@ -171,8 +187,13 @@ def test_validator_names_the_rule_and_marks_the_cell(rank: int, old: str, new: s
 
 def test_validator_accepts_the_unchanged_plan_and_a_split_backward() -> None:
     validate_schedule(Schedule("good", 2, 2, tuple(map(line, GOOD))))
-    split = (GOOD[0].replace("0B0", "0B0 0W0").replace("0B1", "0B1 0W1"), GOOD[1])
+    split = tuple(
+        text.replace(f"{rank}B0", f"{rank}B0 {rank}W0").replace(f"{rank}B1", f"{rank}B1 {rank}W1")
+        for rank, text in enumerate(GOOD)
+    )
     validate_schedule(Schedule("split", 2, 2, tuple(map(line, split))))
+    with pytest.raises(ValueError, match="1W0 is missing"):
+        validate_schedule(Schedule("split", 2, 2, (line(split[0]), line(GOOD[1]))))
 
 
 def test_validator_follows_the_training_switch() -> None:

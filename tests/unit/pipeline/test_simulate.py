@@ -19,6 +19,7 @@ from lightning_parallel.pipeline.simulate import (
     check_deadlock,
     peak_live_micro_batches,
     simulate,
+    simulate_equal_stages,
 )
 
 # Schedules are immutable, so the tests of this module build each once.
@@ -29,14 +30,14 @@ GRID = [(stages, micro_batches) for stages in range(1, 9) for micro_batches in (
 
 def longest_path(schedule: Schedule, costs: dict[Kind, Sequence[float]], latency: float) -> float:
     """Reference for buffered transports: order on a stage and data between stages, as one recursion per action."""
-    computing = [[a for a in line if a.kind in (Kind.FORWARD, Kind.BACKWARD)] for line in schedule.actions]
+    computing = [[a for a in line if a.kind in costs] for line in schedule.actions]
 
     @cache
     def finish(action: Action) -> float:
         line = computing[action.stage]
         position = line.index(action)
         ready = [finish(line[position - 1])] if position else [0.0]
-        step = -1 if action.kind is Kind.FORWARD else 1
+        step = {Kind.FORWARD: -1, Kind.BACKWARD: 1}.get(action.kind, schedule.stages)
         if 0 <= action.stage + step < schedule.stages:
             ready.append(finish(Action(action.kind, action.stage + step, action.micro_batch)) + latency)
         return max(ready) + costs[action.kind][action.stage]
@@ -44,13 +45,28 @@ def longest_path(schedule: Schedule, costs: dict[Kind, Sequence[float]], latency
     return max(finish(line[-1]) for line in computing)
 
 
-@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_no_schedule_deadlocks_and_equal_stages_reach_the_known_bubble(name: str) -> None:
     for (stages, micro_batches), transport in product(GRID, TRANSPORTS):
         result = simulate(build_schedule(name, stages, micro_batches), 1.0, 2.0, transport=transport)
         assert result.makespan == 3.0 * (micro_batches + stages - 1)
         assert result.bubble == pytest.approx((stages - 1) / (micro_batches + stages - 1), abs=1e-12)
         assert result.busy == (3.0 * micro_batches,) * stages
+
+
+def test_zero_bubble_waits_a_third_of_what_1f1b_waits() -> None:
+    """(p - 1) (F + B - W) in place of (p - 1) (F + B + W), if there is a micro-batch per stage (Qi et al. 2024)."""
+    for stages, micro_batches in GRID:
+        schedule = build_schedule("zero-bubble", stages, micro_batches)
+        check_deadlock(schedule)
+        usual = simulate_equal_stages(build_schedule("1f1b", stages, micro_batches))
+        result = simulate_equal_stages(schedule)
+        assert result.busy == usual.busy
+        assert result.makespan < usual.makespan or stages == 1
+        if micro_batches >= stages:
+            assert result.makespan == 3.0 * micro_batches + stages - 1
+        blocking = simulate(schedule, 1.0, 1.0 if stages > 1 else 2.0, weight=1.0, transport="rendezvous")
+        assert blocking.makespan <= usual.makespan
 
 
 def test_forward_only_never_deadlocks_and_fills_like_a_conveyor() -> None:
@@ -63,8 +79,9 @@ def test_forward_only_never_deadlocks_and_fills_like_a_conveyor() -> None:
 
 def test_peak_live_micro_batches() -> None:
     for stages, micro_batches in GRID:
-        peak = peak_live_micro_batches(build_schedule("1f1b", stages, micro_batches))
-        assert peak == tuple(min(micro_batches, stages - stage) for stage in range(stages))
+        for name in ("1f1b", "zero-bubble"):
+            peak = peak_live_micro_batches(build_schedule(name, stages, micro_batches))
+            assert peak == tuple(min(micro_batches, stages - stage) for stage in range(stages))
         peak = peak_live_micro_batches(build_schedule("gpipe", stages, micro_batches))
         assert peak == (micro_batches,) * stages
     assert simulate(build_schedule("1f1b", 3, 4)).peak_live == (3, 2, 1)
@@ -76,13 +93,15 @@ def test_unequal_stages_take_the_longest_path(
     name: str, stages: int, micro_batches: int, latency: int, data: st.DataObject
 ) -> None:
     costs = st.lists(st.integers(0, 9), min_size=stages, max_size=stages)
-    forward, backward = data.draw(costs), data.draw(costs)
+    forward, backward, weight = data.draw(costs), data.draw(costs), data.draw(costs)
     schedule = build_schedule(name, stages, micro_batches)
-    result = simulate(schedule, forward, backward, latency=latency, transport="buffered")
-    assert result.makespan == longest_path(schedule, {Kind.FORWARD: forward, Kind.BACKWARD: backward}, latency)
-    assert result.busy == tuple(micro_batches * (f + b) for f, b in zip(forward, backward, strict=True))
+    result = simulate(schedule, forward, backward, weight=weight, latency=latency, transport="buffered")
+    kinds = {Kind.FORWARD: forward, Kind.BACKWARD: backward}
+    kinds |= {Kind.WEIGHT: weight} if schedule.splits_backward else {}
+    assert result.makespan == longest_path(schedule, kinds, latency)
+    assert result.busy == tuple(micro_batches * sum(stage) for stage in zip(*kinds.values(), strict=True))
     assert result.idle == tuple(result.makespan - busy for busy in result.busy)
-    blocking = simulate(schedule, forward, backward, latency=latency, transport="rendezvous")
+    blocking = simulate(schedule, forward, backward, weight=weight, latency=latency, transport="rendezvous")
     assert blocking.makespan >= result.makespan
     assert blocking.busy == result.busy
 

@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_parallel.pipeline.actions import Kind
 from lightning_parallel.pipeline.schedules import build_schedule
 from lightning_parallel.pipeline.simulate import peak_live_micro_batches
-from lightning_parallel.planner.activations import block_bytes
+from lightning_parallel.planner.activations import block_bytes, factor_bytes
 from lightning_parallel.planner.hardware import GIB, Cluster, find_gpu
 from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.memory import host_bytes, host_states_by_stage, memory_by_stage, worst_stage
 from lightning_parallel.planner.model_shape import ModelShape
-from lightning_parallel.planner.stages import live_blocks, live_micro_batches, stage_parameters
+from lightning_parallel.planner.stages import fullest_moments, live_blocks, live_micro_batches, stage_parameters
 from lightning_parallel.zero.memory import offloaded_bytes
 
 CLUSTER = Cluster(find_gpu("a100-80gb"), nodes=8)
@@ -59,19 +60,38 @@ def test_weights_and_gradients_of_a_three_dimensional_split() -> None:
     assert gradients == pytest.approx(1.57, rel=0.02)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 @pytest.mark.parametrize(("stages", "micro_batches"), [(4, 2), (4, 9), (3, 40)])
 def test_live_micro_batches_are_those_of_the_schedule(schedule: str, stages: int, micro_batches: int) -> None:
     found = live_micro_batches(schedule, stages, micro_batches)
     assert found == peak_live_micro_batches(build_schedule(schedule, stages, micro_batches))
 
 
-@pytest.mark.parametrize("schedule", ["zero-bubble", "zb-h2"])
-def test_what_starves_keeps_all_micro_batches_on_every_rank(schedule: str) -> None:
+def test_what_starves_keeps_all_micro_batches_on_every_rank() -> None:
     shape = replace(ModelShape.gpt(8, 1024, 8), vocab=8)
-    split = Candidate(pipeline=4, schedule=schedule, balance="even")
+    split = Candidate(pipeline=4, schedule="zb-h2", balance="even")
     assert live_blocks(shape, split, 3) == (6.0, 6.0, 6.0, 6.0)
     assert live_blocks(shape, split, 9)[-1] == 2.0
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(4, 2), (4, 3), (4, 4), (4, 9), (3, 40), (2, 1)])
+def test_what_is_put_off_is_that_of_the_schedule(stages: int, micro_batches: int) -> None:
+    for stage, planned in enumerate(fullest_moments(stages, micro_batches)):
+        live = waiting = 0
+        seen = set()
+        for action in build_schedule("zero-bubble", stages, micro_batches).actions[stage]:
+            live += {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(action.kind, 0)
+            waiting += {Kind.BACKWARD: 1, Kind.WEIGHT: -1}.get(action.kind, 0)
+            seen.add((live, waiting))
+        assert seen >= set(planned)
+        for whole, factors in ((1, 0), (3, 1), (1, 1), (1, 3), (0, 1)):
+            assert max(whole * a + factors * b for a, b in seen) == max(whole * a + factors * b for a, b in planned)
+
+
+def test_factors_of_a_gpt_block_are_those_of_the_paper() -> None:
+    """32 s b h bytes in 16 bit (Qi et al. 2024, table 1)."""
+    job = TrainingJob(ModelShape.gpt(2, 1024, 8, vocab=8, seq=512), Cluster(find_gpu("a100-80gb")), 4, states="true")
+    assert factor_bytes(job, Candidate(micro_batch=2)) == 32 * 512 * 2 * 1024
 
 
 def test_interleaving_keeps_the_published_factor() -> None:

@@ -19,7 +19,7 @@ from lightning_parallel.planner.job import RECOMPUTES, Candidate, TrainingJob
 from lightning_parallel.planner.memory import fullest_stage, least_bytes, memory_by_stage, worst_stage
 from lightning_parallel.planner.model_shape import ModelShape
 from lightning_parallel.planner.report import result_data
-from lightning_parallel.planner.runnable import missing
+from lightning_parallel.planner.runnable import missing, not_planned
 from lightning_parallel.planner.search import USABLE_MEMORY, search
 from lightning_parallel.planner.typical import typical_shape
 
@@ -98,7 +98,7 @@ def test_pruning_loses_nothing(heads: int, batch: int, nodes: int, memory: float
     for split in every_split(job):
         if worst_stage(memory_by_stage(job, split)).total > limit:
             continue
-        seconds, kinds = step_time(job, split).total, frozenset(missing(job, split))
+        seconds, kinds = step_time(job, split).total, frozenset(not_planned(job, split, {}))
         if kinds:
             elsewhere[kinds] = min(seconds, elsewhere.get(kinds, math.inf))
         else:
@@ -118,7 +118,7 @@ def test_pruning_loses_nothing(heads: int, batch: int, nodes: int, memory: float
         parts = [other for subset, other in elsewhere.items() if subset < kinds]
         if seconds < (1 - WORTHWHILE) * min([best, *parts]):
             expected[kinds] = seconds
-    beyond = {frozenset(missing(job, entry.plan.split)): entry for entry in result.beyond}
+    beyond = {frozenset(not_planned(job, entry.plan.split, {})): entry for entry in result.beyond}
     assert beyond.keys() == expected.keys()
     assert len(beyond) == gains
     for kinds, entry in beyond.items():
@@ -171,7 +171,7 @@ def test_states_that_no_strategy_shards_are_no_plan_unless_they_are_asked_for() 
 
 
 @pytest.mark.parametrize(
-    "fixed", [{"schedule": "interleaved"}, {"virtual_stages": 2}, {"schedule": "zero-bubble"}, {"context": 2}]
+    "fixed", [{"schedule": "interleaved"}, {"virtual_stages": 2}, {"schedule": "zb-h2"}, {"context": 2}]
 )
 def test_what_is_asked_for_is_planned_though_nothing_runs_it(fixed: dict[str, object]) -> None:
     result = search(JOB, fixed)
@@ -180,6 +180,17 @@ def test_what_is_asked_for_is_planned_though_nothing_runs_it(fixed: dict[str, ob
         assert all(getattr(plan.split, name) == value for name, value in fixed.items())
         assert missing(JOB, plan.split)
         assert "context" in fixed or plan.split.pipeline > 1
+
+
+def test_zero_bubble_is_planned_where_it_is_asked_for() -> None:
+    plans = search(JOB, {"schedule": "zero-bubble"}).plans
+    assert {plan.split.schedule for plan in plans} == {"zero-bubble"}
+    assert not any(missing(JOB, plan.split) for plan in plans)
+    job = tight_job(8, 8, 4, 79.2)
+    result = search(job)
+    assert "zero-bubble" not in {plan.split.schedule for plan in result.plans}
+    needs = {entry.plan.split.schedule: entry.needs for entry in result.beyond}
+    assert needs["zero-bubble"] == ("schedule='zero-bubble', which is planned where it is given",)
 
 
 def test_gpipe_is_taken_only_where_it_gains() -> None:
