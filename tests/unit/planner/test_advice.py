@@ -26,8 +26,16 @@ def job_of(params: float, *, nodes: int = 1, batch: int = 8, seq: int = 2048, **
 @pytest.mark.parametrize(
     ("asked", "says", "never"),
     [
-        (job_of(1e9), "the whole model fits on one GPU (20.8 GiB of 79.1 GiB)", "alone would need"),
-        (job_of(7e9), "ZeRO-1: one GPU alone would need 117.8 GiB of 79.1 GiB; sharding the optimizer", "whole model"),
+        (
+            job_of(1e9),
+            "the whole model fits on one GPU (20.8 GiB of 79.1 GiB with micro-batches of 1, no recomputation)",
+            "alone would need",
+        ),
+        (
+            job_of(7e9),
+            "ZeRO-1: one GPU alone would need 117.8 GiB of 79.1 GiB with micro-batches of 1, no recomputation",
+            "whole model",
+        ),
         (job_of(7e9, context=2), "Each sequence is split over 2 GPUs, as given", "the whole model fits"),
         (job_of(1e9, tensor=2), "One GPU could hold the model", "cannot hold"),
         (job_of(7e9, tensor=8), "One GPU cannot hold the model", "sharded"),
