@@ -26,7 +26,7 @@ def plan_text(data: Mapping[str, Any]) -> list[RenderableType]:
     all_in = data.get("listing", "--json")
     if data["plans"]:
         best = data["plans"][0]
-        parts += [_ranking(data), *_unseen(data["plans"][:SHOWN]), *_more(data["plans"], "layouts fit", all_in)]
+        parts += [_ranking(data), *_unseen(data["plans"][:SHOWN]), *_more(data["plans"], "layouts that fit", all_in)]
         parts += [_memory(best), *_elsewhere(best), _seconds(best), *_run(best, _device_of(data))]
         parts += ["", *_runs_it(best)]
         notes = ("precision_note", "recompute_note") if best["strategy"]["class_path"] else ()
@@ -137,7 +137,7 @@ def _beyond(entries: list[dict[str, Any]]) -> RenderableType:
 
 
 def _more(entries: list[dict[str, Any]], what: str, all_in: str, shown: int = SHOWN) -> list[str]:
-    return [f"{len(entries) - shown} more {what}; {all_in} lists all"] if len(entries) > shown else []
+    return [f"{what} besides: {len(entries) - shown}; {all_in} lists all"] if len(entries) > shown else []
 
 
 def _memory(plan: Mapping[str, Any]) -> RenderableType:
@@ -215,4 +215,4 @@ def _reasons(rejected: list[dict[str, Any]], kind: str, all_in: str) -> list[Ren
     shown = list(rows.items())[:SHOWN]
     for (sizes, reason), stages in shown:
         grid.add_row(sizes, ", ".join(dict.fromkeys(stages)), reason)
-    return [grid, *_more(nearest, f"layouts {kind}", all_in, sum(len(stages) for _, stages in shown))]
+    return [grid, *_more(nearest, f"layouts that {kind}", all_in, sum(len(stages) for _, stages in shown))]

@@ -344,7 +344,7 @@ def test_wrong_values_end_in_one_line(arguments: str, message: str, capsys: pyte
         ),
         (
             "plan --params 70e9 --gpu a100-80gb",
-            ["layouts that do not fit", "more layouts do not fit; --json"],
+            ["layouts that do not fit", "layouts that do not fit besides: 18; --json lists all"],
             ["no --gpu", "cannot be run like this"],
         ),
         (
