@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_P
 # NCCL hands buffers between processes of a node through shared memory; containers often come with 64 MiB.
 ENOUGH_SHARED_MEMORY = 2**30
 SHARED_MEMORY = Path("/dev/shm")
+_SECOND = "pytorch_lightning"
 
 
 def add_parser(commands: Subcommands) -> None:
@@ -59,7 +62,10 @@ def environment_problems(environment: Mapping[str, str]) -> list[str]:
 def _answer(arguments: argparse.Namespace) -> Answer:
     for package in ("torch", "lightning"):
         if importlib.util.find_spec(package) is None:
-            raise ValueError(f"{package} is not installed: nothing can be trained here, plan and explain work without")
+            other = f"; {_SECOND}, which is, is another package" if importlib.util.find_spec(_SECOND) else ""
+            raise ValueError(
+                f"{package} is not installed{other}: nothing can be trained here, plan and explain work without"
+            )
     # The other subcommands work without both.
     from lightning.pytorch.strategies import StrategyRegistry
 
@@ -137,6 +143,19 @@ def _device_problems(devices: list[dict[str, Any]]) -> list[str]:
 
 
 def _notes() -> list[str]:
-    if importlib.util.find_spec("pytorch_lightning") is None:
+    if importlib.util.find_spec(_SECOND) is None:
         return []
-    return ["note: pytorch_lightning is installed beside lightning; import one of them only, their classes differ"]
+    others = sorted({*_that_require(_SECOND, distributions())} - {"lightning"})
+    note = (
+        f"note: {_SECOND} is installed beside lightning, which brings it along but has classes of its own. Neither's "
+        "Trainer takes modules, callbacks and loggers of the other, and the strategies here work with lightning's: in "
+        f"your code write `import lightning.pytorch as pl` for `import {_SECOND} as pl`"
+    )
+    # Whose modules and callbacks are of the other kind.
+    return [f"{note}. Packages here that are built on {_SECOND}: {', '.join(others)}" if others else note]
+
+
+def _that_require(package: str, installed: Iterable[Distribution]) -> list[str]:
+    """Names of installed packages that need another one, extras left out."""
+    pattern = re.compile(package.replace("_", "[-_.]") + r"(?![\w.-])(?!.*\bextra *==)", re.IGNORECASE)
+    return [each.name for each in installed if any(map(pattern.match, each.requires or ()))]

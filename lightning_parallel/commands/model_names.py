@@ -22,5 +22,7 @@ def config_by_name(name: str) -> dict[str, Any]:
     try:
         found: dict[str, Any] = AutoConfig.from_pretrained(name).to_dict()
     except (OSError, ValueError) as error:
-        raise ValueError(f"transformers finds no configuration named {name!r}: {error}") from error
+        raise ValueError(
+            f"transformers finds no configuration named {name!r}: {' '.join(str(error).split())}"
+        ) from error
     return found

@@ -18,7 +18,7 @@ def draw_schedule(run: Simulation, path: Path) -> None:
     """Draws one bar per action and one row per stage into a PNG or SVG file.
 
     Raises:
-        ValueError: another kind of file, or matplotlib is not installed.
+        ValueError: another kind of file, one that cannot be written, or matplotlib is not installed.
     """
     if path.suffix not in FORMATS:
         raise ValueError(f"--plot {path} is no drawing; use a name that ends in {' or '.join(FORMATS)}")
@@ -39,4 +39,7 @@ def draw_schedule(run: Simulation, path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("time (forwards)")
     axes.set_title(f"{run.schedule.name}: {run.bubble:.1%} idle")
-    figure.savefig(path, bbox_inches="tight")
+    try:
+        figure.savefig(path, bbox_inches="tight")
+    except OSError as error:
+        raise ValueError(f"--plot {path} cannot be written: {error.strerror or error}") from error

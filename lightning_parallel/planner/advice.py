@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_parallel.planner.hardware import GIB
-from lightning_parallel.planner.job import TrainingJob
+from lightning_parallel.planner.job import Candidate, TrainingJob
 from lightning_parallel.planner.memory import memory_by_stage, worst_stage
 from lightning_parallel.planner.nothing_fits import host_text, states_text, why_nothing_fits
 from lightning_parallel.planner.search import USABLE_MEMORY, Plan, SearchResult
-from lightning_parallel.planner.units import device_word, memory_text, plural
+from lightning_parallel.planner.units import device_word, memory_text, plural, recompute_text
 
 __all__ = ["advice"]
 
@@ -41,7 +41,7 @@ def _why(job: TrainingJob, plan: Plan) -> str:
     alone = _alone(job, plan)
     if split.tensor * split.pipeline * split.context == 1 and split.zero_stage < 3:
         return _data_parallel(job, plan, alone)
-    return " ".join([_one_device(job, alone), *_parts(job, plan)])
+    return " ".join([_one_device(job, alone, split), *_parts(job, plan)])
 
 
 def _alone(job: TrainingJob, plan: Plan) -> float:
@@ -66,15 +66,18 @@ def _fits(job: TrainingJob, size: float) -> bool:
     return size <= USABLE_MEMORY * job.cluster.gpu.memory_gib * GIB
 
 
-def _of(job: TrainingJob, size: float) -> str:
+def _of(job: TrainingJob, size: float, split: Candidate) -> str:
+    """What `_alone` counted of a device's memory, and what of."""
     memory = job.cluster.gpu.memory_gib * GIB
     kept = f", {1 - USABLE_MEMORY:.0%} of which are left free" if USABLE_MEMORY * memory < size <= memory else ""
-    return f"{memory_text(size)} of {memory_text(memory)}{kept}"
+    return (
+        f"{memory_text(size)} of {memory_text(memory)} with micro-batches of 1, {recompute_text(split.recompute)}{kept}"
+    )
 
 
 def _data_parallel(job: TrainingJob, plan: Plan, alone: float) -> str:
     split, word = plan.split, device_word(job.cluster)
-    whole = f"the whole model fits on one {word} ({_of(job, alone)})"
+    whole = f"the whole model fits on one {word} ({_of(job, alone, split)})"
     if split.data == 1:
         return f"One {word} is all there is, and {whole}."
     waiting = f"gradients once a step ({plan.time.data / plan.time.total:.0%} of it is waiting for them)"
@@ -83,16 +86,16 @@ def _data_parallel(job: TrainingJob, plan: Plan, alone: float) -> str:
         return f"{head}: {whole}, so they only have to share {waiting}."
     sharded = "optimizer states" if split.zero_stage == 1 else "optimizer states and gradients"
     return (
-        f"{head} with ZeRO-{split.zero_stage}: one {word} alone would need {_of(job, alone)}; sharding the {sharded} "
-        f"leaves {memory_text(plan.worst.total)} on each, and they only share {waiting}."
+        f"{head} with ZeRO-{split.zero_stage}: one {word} alone would need {_of(job, alone, split)}; "
+        f"sharding the {sharded} leaves {memory_text(plan.worst.total)} on each, and they only share {waiting}."
     )
 
 
-def _one_device(job: TrainingJob, alone: float) -> str:
-    word = device_word(job.cluster)
+def _one_device(job: TrainingJob, alone: float, split: Candidate) -> str:
+    word, counted = device_word(job.cluster), _of(job, alone, split)
     if _fits(job, alone):
-        return f"One {word} could hold the model and a micro-batch ({_of(job, alone)})."
-    return f"One {word} cannot hold the model with a micro-batch ({_of(job, alone)}): {states_text(job)}."
+        return f"One {word} could hold the model and its activations ({counted})."
+    return f"One {word} cannot hold the model and its activations ({counted}): {states_text(job)}."
 
 
 def _reach(job: TrainingJob, tensor: int) -> str:

@@ -25,7 +25,7 @@ from lightning_parallel.planner.memory import (
     memory_by_stage,
     worst_stage,
 )
-from lightning_parallel.planner.units import memory_text, plural, whole_memory_text
+from lightning_parallel.planner.units import memory_text, plural, recompute_text, whole_memory_text
 from lightning_parallel.planner.variants import micro_batches, orders, recomputes, sequence_parallelism
 
 __all__ = [
@@ -191,7 +191,8 @@ def _too_much(job: TrainingJob, plan: Plan) -> str:
     terms = sorted(((value, name) for name, value in worst.gib().items() if name != "total"), reverse=True)
     largest = ", ".join(f"{name.replace('_', ' ')} {memory_text(value * GIB)}" for value, name in terms[:2])
     stage = f" on stage {plan.stages.index(worst)}" if len(plan.stages) > 1 else ""
-    return f"needs {memory_text(worst.total)}{stage} ({largest}), usable are {memory_text(limit)}"
+    counted = f"with micro-batches of {plan.split.micro_batch}, {recompute_text(plan.split.recompute)}"
+    return f"needs {memory_text(worst.total)}{stage} {counted} ({largest}), usable are {memory_text(limit)}"
 
 
 def _host_lacks(job: TrainingJob, split: Candidate) -> str:

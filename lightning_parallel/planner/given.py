@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from lightning_parallel.layout import choices_text, divisors
@@ -57,6 +58,9 @@ def no_layout_text(cluster: Cluster, fixed: Mapping[str, Any]) -> str:
     text = " x ".join(f"{name}={size}" for name, size in sizes.items())
     if not sizes:
         return "a schedule is one of a pipeline, but no layout has more than one stage; leave out --schedule"
+    if prod(sizes.values()) == gpus and "pipeline" not in sizes:
+        none_left = f"{text} leaves none of the {plural(gpus, word)} for a pipeline"
+        return f"{none_left}, and a schedule is one of a pipeline; leave out either"
     if len(sizes) == 1:
         return f"{text} does not fill the {plural(gpus, word)}; use {choices_text(divisors(gpus)[:16])}"
     return f"{text} does not fill the {plural(gpus, word)}; use sizes whose product divides {gpus}"

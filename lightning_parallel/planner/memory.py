@@ -172,12 +172,14 @@ def worst_stage(stages: tuple[StageMemory, ...]) -> StageMemory:
 def host_bytes(job: TrainingJob, split: Candidate, ranks_per_node: int) -> dict[str, float]:
     """Host memory of one node in bytes: while the model is built, and for what is offloaded; disk for NVMe.
 
-    Each process starts with the weights of its own stage in 32 bit; offloaded states are pinned.
+    Each process starts with the weights of its own stage in 32 bit (``start``), or with all of them where it builds the
+    whole model before that is split (``start_whole``); offloaded states are pinned.
     """
     parameters = max(stage_parameters(job.shape, split))
     host, disk = _offloaded(job, split, parameters)
     return {
         "start": ranks_per_node * parameters * 4.0,
+        "start_whole": ranks_per_node * job.shape.parameters * 4.0,
         "offload": ranks_per_node * host,
         "nvme": ranks_per_node * disk,
     }

@@ -49,15 +49,17 @@ def _decimal_text(size: float) -> str:
 
 def why_nothing_fits(result: SearchResult) -> list[str]:
     """Sentences: the cause, then what would help."""
-    known = [entry.plan for entry in result.rejected if entry.plan is not None]
+    known = [(entry.plan, entry.reason) for entry in result.rejected if entry.plan is not None]
     if not known:
         return [_cannot_split(result), *_remedies(result)]
-    nearest = min(known, key=lambda plan: plan.worst.total)
+    nearest, reason = min(known, key=lambda pair: pair[0].worst.total)
+    usable = USABLE_MEMORY * result.job.cluster.gpu.memory_gib * GIB
+    if "offload" in result.fixed and nearest.worst.total <= usable:
+        # The hosts' memory or disks are what does not suffice.
+        return [f"Nothing fits as given: {reason}.", *(list(_open_fields(result)) or _ways_out(result, None))]
     moving = nearest.worst.total - nearest.worst.states - nearest.worst.gathered
     offloading = result.plans[0] if result.plans else None
-    if offloading is None and moving > max(
-        nearest.worst.states, USABLE_MEMORY * result.job.cluster.gpu.memory_gib * GIB
-    ):
+    if offloading is None and moving > max(nearest.worst.states, usable):
         return [_too_large_activations(result.job, nearest), *_remedies(result)]
     remedies = list(_open_fields(result)) if offloading is None else []
     return [_states_too_large(result.job), *(remedies or _ways_out(result, offloading))]

@@ -95,6 +95,7 @@ def _plan_data(job: TrainingJob, plan: Plan, price: float, tokens: float) -> dic
     peak = job.cluster.gpu.peak(job.precision) * gpus * seconds
     data: dict[str, Any] = {
         "layout": _layout_data(job, split),
+        "sequences_per_step": job.global_batch,
         "memory_gib": _memory_data(plan.worst),
         "memory_exact_terms": list(EXACT_TERMS),
         "memory_by_stage_gib": [_memory_data(stage) for stage in plan.stages],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_parallel.planner.hardware import GIB, Cluster
 
-__all__ = ["device_word", "memory_text", "plural", "whole_memory_text"]
+__all__ = ["device_word", "memory_text", "plural", "recompute_text", "whole_memory_text"]
 
 
 def plural(count: int, word: str) -> str:
@@ -36,6 +36,15 @@ def whole_memory_text(size: float) -> str:
     ('194 GiB', '72.8 MiB')
     """
     return f"{size / GIB:.0f} GiB" if size >= 10 * GIB else memory_text(size)
+
+
+def recompute_text(recompute: str) -> str:
+    """What figures of memory count on being recomputed.
+
+    >>> recompute_text("full"), recompute_text("none")
+    ('full recomputation', 'no recomputation')
+    """
+    return f"{'no' if recompute == 'none' else recompute} recomputation"
 
 
 def device_word(cluster: Cluster) -> str:

@@ -32,6 +32,7 @@ from lightning_parallel.copies import copy_with_shared
 from lightning_parallel.strategies.checkpoint_file import WholeFileIO
 
 __all__ = [
+    "batch_size_of",
     "callbacks_of",
     "copy_module",
     "divides_samples",
@@ -62,7 +63,6 @@ __all__ = [
     "step_arguments",
     "sums_kept",
     "take_original_loader",
-    "training_batch_size",
     "unmovable_left_alone",
     "whole_file_io",
 ]
@@ -240,16 +240,16 @@ def has_given_loader(trainer: Trainer) -> bool:
     return source is not None and not isinstance(source, LightningModule | LightningDataModule)
 
 
-def training_batch_size(trainer: Trainer) -> int | None:
-    """Samples of a training batch, before any loader is made: the given loader's, else the attribute ``batch_size``
-    that Lightning's own tuner goes by; None if there is none of both.
+def batch_size_of(trainer: Trainer, run: str = "fit") -> int | None:
+    """Samples of a batch, before any loader is made: the given loader's (of several, which only `fit` combines, the
+    largest), else the attribute ``batch_size`` that Lightning's own tuner goes by; None if there is none of both.
     """
-    source = trainer.fit_loop._data_source.instance
-    size = getattr(source, "batch_size", None)
-    module = trainer.lightning_module
-    if size is None and lightning_hasattr(module, "batch_size"):
-        size = lightning_getattr(module, "batch_size")
-    return size if isinstance(size, int) else None
+    source, module = getattr(trainer, f"{run}_loop")._data_source.instance, trainer.lightning_module
+    sources = source if run != "fit" and isinstance(source, list | tuple) else [source]
+    sizes = [getattr(each, "batch_size", None) for each in sources]
+    if not any(sizes) and lightning_hasattr(module, "batch_size"):
+        sizes = [lightning_getattr(module, "batch_size")]
+    return max((size for size in sizes if isinstance(size, int)), default=None)
 
 
 def seed_workers(loader: DataLoader[Any], rank: int) -> None:

@@ -58,8 +58,8 @@ class AutoStrategy(TensorPipelineStrategy):
     Args:
         memory_gib: memory of one device in GiB; the device is asked if None, which a CPU cannot answer.
         gpu: name of the device in the planner's catalogue; recognised if None.
-        batch_size: sequences that the loader yields to a replica; that of the loader given to `fit`, or the attribute
-            `batch_size` of module, hyperparameters or datamodule, if None.
+        batch_size: sequences that the loader yields to a replica; that of the loader given to `fit`, `validate`, `test`
+            or `predict`, or the attribute `batch_size` of module, hyperparameters or datamodule, if None.
         shape: sizes of the model; read off the module if None, which needs its layers to be built in `__init__`.
         seq: tokens per sequence; learned positions or the transformers configuration tell if 0.
         recompute: what the model itself recomputes in its backward pass: "none", "selective" or "full". If None, "full"
@@ -246,10 +246,16 @@ class AutoStrategy(TensorPipelineStrategy):
 
     def _assumed(self) -> list[str]:
         """What neither the user nor the module tells."""
-        if self.shape is not None or self.seq or tells_seq(self._module()):
-            return []
-        text = "tokens per sequence are assumed: the module does not tell; give AutoStrategy(seq=...)"
-        return [f"{ASSUMED_SEQ} {text}"]
+        found = []
+        if self.shape is None and not self.seq and not tells_seq(self._module()):
+            text = "tokens per sequence are assumed: the module does not tell; give AutoStrategy(seq=...)"
+            found.append(f"{ASSUMED_SEQ} {text}")
+        if self.batch_size is None and self._run() != "fit":
+            text = (
+                "is planned as if it trained, and is kept for a later fit; give AutoStrategy(batch_size=...) for that"
+            )
+            found.append(f"batches of {self._batch()} as {self._run()} reads them: the layout {text}")
+        return found
 
     def _adopt(self, choice: Choice) -> None:
         split = choice.plan.split
@@ -276,13 +282,18 @@ class AutoStrategy(TensorPipelineStrategy):
         return fixed
 
     def _batch(self) -> int:
-        size = self.batch_size or _compat.training_batch_size(self._trainer())
+        size = self.batch_size or _compat.batch_size_of(self._trainer(), self._run())
         if size is None:
             raise ValueError(
                 "the planner needs to know how many sequences a batch has: pass batch_size=8 to AutoStrategy, or keep "
                 "it as `batch_size` in the module, its hyperparameters or the datamodule"
             )
         return size
+
+    def _run(self) -> str:
+        """The trainer's method that runs: `fit`, `validate`, `test` or `predict`."""
+        run = self._trainer().state.fn
+        return "fit" if run is None else run.value
 
     def _device_memory(self) -> float:
         memory = self.memory_gib if self.memory_gib is not None else device_memory(self.root_device)
@@ -311,4 +322,5 @@ def _read_shape(module: nn.Module, seq: int) -> ModelShape:
 
 @rank_zero_only
 def _print(choices: Choices, assumed: list[str], order: str = "fastest first") -> None:
-    show_parts(plan_text({**choices.data(), "assumed": assumed, "order": order}), standard_console())
+    told = {"assumed": assumed, "order": order, "listing": "AutoStrategy.choices.data()"}
+    show_parts(plan_text({**choices.data(), **told}), standard_console())

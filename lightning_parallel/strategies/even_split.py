@@ -57,7 +57,7 @@ def even_or_planned(strategy: Any, even: ParallelLayout, sizes: tuple[Any, Any])
         TrainingJob(shape, cluster, 1, precision=planned_states(precision, 0)[0])
     except ValueError:
         return even
-    batch = _compat.training_batch_size(strategy._trainer()) if tells_seq(module) else None
+    batch = _compat.batch_size_of(strategy._trainer()) if tells_seq(module) else None
     parts, open_parts = strategy.pipeline_config.micro_batches_for(even.pipeline), _leaves_parts(strategy)
     split = EvenSplit(
         even, shape, cluster, batch, precision, _fixed(strategy), parts, open_parts, strategy.zero_config.gradient_dtype

@@ -26,8 +26,10 @@ from lightning.pytorch.strategies import (
     Strategy,
     StrategyRegistry,
 )
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.utils.data import DataLoader
 
 from lightning_parallel import AutoStrategy, TensorPipelineStrategy, ZeroConfig
 from lightning_parallel.callbacks import MemoryReport, MicroBatchSizer
@@ -43,7 +45,7 @@ from lightning_parallel.planner.model_shape import ModelShape
 from lightning_parallel.planner.search import USABLE_MEMORY, search
 from lightning_parallel.planner.strategy_text import peers, strategy_of, trainer_line, yaml_text
 from lightning_parallel.planner.typical import typical_shape
-from lightning_parallel.strategies import even_split
+from lightning_parallel.strategies import _compat, even_split
 from lightning_parallel.strategies.chosen import RunnableChoices
 from lightning_parallel.strategies.fsdp_units import unwrap
 from lightning_parallel.strategies.planning import host_memory
@@ -368,6 +370,7 @@ def test_what_no_strategy_runs_is_told_where_it_gains_notably() -> None:
 def test_a_length_that_is_assumed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = AutoStrategy(memory_gib=1.0)
     monkeypatch.setattr(strategy, "_module", lambda: torch.nn.Embedding(10, 8))
+    monkeypatch.setattr(strategy, "_run", lambda: "fit")
     assert strategy._assumed() == [
         "2048 tokens per sequence are assumed: the module does not tell; give AutoStrategy(seq=...)"
     ]
@@ -379,6 +382,64 @@ def shown(choices: Choices) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         show_parts(plan_text(choices.data()), standard_console())
     return printed.getvalue()
+
+
+def test_steps_of_different_batches_are_told_apart_and_ranked_by_tokens() -> None:
+    choices = choices_of()
+    data = choices.data()
+    assert [plan["sequences_per_step"] for plan in data["plans"]] == [c.job.global_batch for c in choices.ranked]
+    assert len({choice.job.global_batch for choice in choices.ranked}) > 1
+    rates = [plan["tokens_per_second_per_gpu"] for plan in data["plans"]]
+    assert rates == sorted(rates, reverse=True)
+    printed = " ".join(shown(choices).split())
+    sizes = data["plans"][0]
+    assert f"{sizes['sequences_per_step']} sequences of 2048 tokens per step of the first layout" in printed
+    assert f"one step of {sizes['sequences_per_step']} sequences" in printed
+    assert "micro ┃ batch ┃ memory ┃ s/step ┃ tok/s" in printed
+    assert f"│ {sizes['layout']['micro_batch']} │ {sizes['sequences_per_step']} │" in printed
+    assert "recompute: " not in printed, "nothing is"
+    assert "recompute: full" in shown(choices_of(recompute="full"))
+    same = shown(choices_of(data=2))
+    assert "recompute ┃" in same
+    assert "batch ┃" not in same.replace("micro-batch", "")
+
+
+def test_layouts_without_a_word_on_memory_are_listed_apart() -> None:
+    printed = shown(choices_of(tensor=4))
+    assert "layouts that cannot be run like this" in printed
+    assert "do not fit" not in printed
+
+
+@pytest.mark.parametrize(
+    ("given", "run", "size"),
+    [
+        ({"train_dataloaders": [4]}, "fit", 4),
+        ({"val_dataloaders": [3]}, "validate", 3),
+        ({"test_dataloaders": [3, 5]}, "test", 5),
+        ({"predict_dataloaders": [3]}, "predict", 3),
+        ({"train_dataloaders": [4, 2]}, "fit", None),  # whose batches come together
+        ({"train_dataloaders": [4]}, "validate", None),
+    ],
+)
+def test_the_loader_of_what_runs_tells_the_batch(given: dict[str, list[int]], run: str, size: int | None) -> None:
+    trainer, module = Trainer(accelerator="cpu", devices=1, strategy=AutoStrategy(memory_gib=AMPLE), **QUIET), GPT()
+    loaders = {name: [DataLoader(Tokens(8), batch) for batch in sizes] for name, sizes in given.items()}
+    trainer._data_connector.attach_data(
+        module, **{name: found[0] if len(found) == 1 else found for name, found in loaders.items()}
+    )
+    strategy: Any = trainer.strategy
+    strategy.connect(module)
+    trainer.state.fn = TrainerFn(run)
+    assert _compat.batch_size_of(trainer, run) == size
+    if size is None:
+        with pytest.raises(ValueError, match="how many sequences a batch has: pass batch_size=8 to AutoStrategy"):
+            strategy._batch()
+        module.batch_size = 7  # type: ignore[assignment]
+        assert strategy._batch() == 7
+    else:
+        assert strategy._batch() == size
+    assert [line for line in strategy._assumed() if f"as {run} reads them" in line] == strategy._assumed()
+    assert len(strategy._assumed()) == (run != "fit")
 
 
 def test_tensor_groups_cross_nodes_where_nothing_fits_otherwise() -> None:

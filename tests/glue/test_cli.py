@@ -289,6 +289,11 @@ def test_launch_variables_must_fit_together(environment: dict[str, str], text: s
         ("plan --module .:Y", "--module .:Y names no class of a module; write package.module:Class"),
         ("plan --layers 4 --hidden 256 --heads 6", "hidden 256 is not a multiple of 6 heads; name the head_dim"),
         ("plan --params 7e9 --zero 5", "argument --zero: invalid choice: 5"),
+        (
+            "plan --params 7e9 --schedule gpipe --tp 8",
+            "tensor=8 leaves none of the 8 GPUs for a pipeline, and a schedule",
+        ),
+        ("explain bubble --plot /nosuch/drawing.png", "--plot /nosuch/drawing.png cannot be written: No such file"),
         ("explain bubble --stages 0", "argument --stages: 0 is not within 1 .. 64"),
         ("explain ring --ranks 100000", "argument --ranks: 100000 is not within 1 .. 64"),
         ("explain zero --params nan", "argument --params: nan is not within"),
@@ -317,7 +322,8 @@ def test_wrong_values_end_in_one_line(arguments: str, message: str, capsys: pyte
             [
                 "total of each stage: 48.4 GiB, ",
                 "host memory of a node: ",
-                "at the start",
+                "at the start: every process makes its own layers in 32 bit, from a model built on the meta device; ",
+                "2086.2 GiB where it builds the whole model first",
                 "tokens per day, ",
                 "GPU-hours",
             ],
@@ -325,8 +331,9 @@ def test_wrong_values_end_in_one_line(arguments: str, message: str, capsys: pyte
         ),
         (
             "plan --params 13e9 --gpu rtx-4090 --gpus-per-node 1 --global-batch 4",
-            ["GiB at the start, 193.7 GiB of offloaded states", "activations │ 6.2 GiB │ estimated"],
-            ["total of each stage"],
+            ["GiB at the start, 193.7 GiB of offloaded states", "activations │ 6.2 GiB │ estimated"]
+            + ["at the start: every process builds the model in 32 bit", "one step of 4 sequences"],
+            ["total of each stage", "builds the whole model first"],
         ),
         ("explain ring --ranks 4", ["24 sends", "= 1.5 times the vector, less than twice however many"], []),
         (
@@ -337,13 +344,18 @@ def test_wrong_values_end_in_one_line(arguments: str, message: str, capsys: pyte
         ),
         (
             "plan --params 70e9 --gpu a100-80gb",
-            ["layouts that do not fit", "more layouts do not fit; --json"],
-            ["no --gpu"],
+            ["layouts that do not fit", "layouts that do not fit besides: 18; --json lists all"],
+            ["no --gpu", "cannot be run like this"],
         ),
         (
             "plan --params 7e9 --schedule interleaved",
             ["a schedule is given: only pipelines are planned", "cannot be run with Lightning: no strategy here runs"],
             ["Trainer(", "trainer:", "1x1x8"],
+        ),
+        (
+            "plan --params 7e9 --gpu h100-80gb --global-batch 7",
+            ["layouts that cannot be run like this: tensor", "7 does not split over 8 data ranks", "1x1x8"],
+            ["do not fit", "of the first layout"],
         ),
         ("plan --params 7e9 --gpu h100-80gb", ["sharding the optimizer states leaves"], ["no --gpu", "only pipelines"]),
         ("explain collectives --ranks 16", ["rank 15", "--json lists every rank"], ["rank 5"]),

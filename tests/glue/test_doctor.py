@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_parallel.cli import main
+from lightning_parallel.commands import doctor
 from lightning_parallel.commands.agreement import rank_problems
 from tests.harness import Ranks
 
@@ -60,3 +61,38 @@ def test_nodes_of_different_sizes() -> None:
     ranks = [{**ALIKE, "rank": n, "local_rank": n % 2, "host": "ab"[n // 2]} for n in range(3)]
     (problem,) = rank_problems(ranks)
     assert "nodes have different numbers of ranks (a: 2, b: 1)" in problem
+
+
+class Installed:
+    """What the doctor asks an installed package for."""
+
+    def __init__(self, name: str, *requires: str) -> None:
+        self.name, self.requires = name, requires or None
+
+
+def test_packages_built_on_the_other_lightning_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        Installed("lightning", "torch>=2", "pytorch-lightning"),
+        Installed("forecasts", "PyTorch_Lightning (>=2.0)"),
+        Installed("plots", "pytorch-lightning>=2; extra == 'examples'"),
+        Installed("bolts", "pytorch-lightning-bolts"),
+        Installed("bare"),
+    ]
+    monkeypatch.setattr(doctor, "distributions", lambda: found)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name)
+    (note,) = doctor._notes()
+    assert "write `import lightning.pytorch as pl` for `import pytorch_lightning as pl`" in note
+    assert note.endswith("Packages here that are built on pytorch_lightning: forecasts")
+    found[1:2] = []
+    (note,) = doctor._notes()
+    assert "Packages here" not in note
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    assert doctor._notes() == []
+
+
+def test_only_the_other_lightning_is_told_from_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name == "lightning" else name)
+    assert main(["doctor"]) == 2
+    assert "lightning is not installed; pytorch_lightning, which is, is another package: " in capsys.readouterr().err

@@ -26,8 +26,16 @@ def job_of(params: float, *, nodes: int = 1, batch: int = 8, seq: int = 2048, **
 @pytest.mark.parametrize(
     ("asked", "says", "never"),
     [
-        (job_of(1e9), "the whole model fits on one GPU (20.8 GiB of 79.1 GiB)", "alone would need"),
-        (job_of(7e9), "ZeRO-1: one GPU alone would need 117.8 GiB of 79.1 GiB; sharding the optimizer", "whole model"),
+        (
+            job_of(1e9),
+            "the whole model fits on one GPU (20.8 GiB of 79.1 GiB with micro-batches of 1, no recomputation)",
+            "alone would need",
+        ),
+        (
+            job_of(7e9),
+            "ZeRO-1: one GPU alone would need 117.8 GiB of 79.1 GiB with micro-batches of 1, no recomputation",
+            "whole model",
+        ),
         (job_of(7e9, context=2), "Each sequence is split over 2 GPUs, as given", "the whole model fits"),
         (job_of(1e9, tensor=2), "One GPU could hold the model", "cannot hold"),
         (job_of(7e9, tensor=8), "One GPU cannot hold the model", "sharded"),
@@ -106,3 +114,12 @@ def test_cpus_and_single_things_are_named_as_they_are() -> None:
     with pytest.raises(ValueError, match=r"tensor=3 does not fill the 2 CPUs; use 1 or 2"):
         search(job, {"tensor": 3})
     assert memory_text(0.05 * 2**30) == "51.2 MiB"
+
+
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+def test_a_host_that_is_too_small_for_a_given_offload_is_the_cause(offload: str) -> None:
+    cluster = Cluster(find_gpu("h100-80gb"), host_gib=10, nvme_gib=10)
+    first, second = advice(search(TrainingJob(typical_shape(3e9), cluster, 8), {"offload": offload}))
+    assert first.startswith("Nothing fits as given: offloading needs ")
+    assert first.endswith(" per node, there are 10 GiB.")
+    assert second.startswith(f"Without --offload {offload} it fits: offload none (")

@@ -149,7 +149,7 @@ def test_offloaded_states_move_to_the_host() -> None:
     host = host_bytes(job, split, ranks_per_node=8)
     assert stage.optimizer == stage.master_weights == stage.gradients == 0
     assert host["offload"] == pytest.approx(14 * LLAMA.parameters)
-    assert host["start"] == pytest.approx(8 * 4 * LLAMA.parameters)
+    assert host["start"] == host["start_whole"] == pytest.approx(8 * 4 * LLAMA.parameters)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "nvme"])

@@ -220,7 +220,7 @@ def test_a_fixed_split_that_does_not_fit_is_rejected_with_its_figures() -> None:
     result = search(JOB, {"tensor": 1, "pipeline": 1, "zero_stage": 0})
     assert result.plans == ()
     (entry,) = result_data(result)["rejected"]
-    assert "GiB (optimizer 59.8 GiB, master weights" in entry["reason"]
+    assert "GiB with micro-batches of 1, full recomputation (optimizer 59.8 GiB, master weights" in entry["reason"]
     assert entry["step_seconds"]["total"] > 0
 
 
@@ -278,7 +278,10 @@ def test_what_nothing_holds_is_searched_in_seconds() -> None:
     result = search(job)
     assert time.process_time() - start < 5
     assert not result.plans
-    assert result.rejected[0].reason.startswith("needs 14937.8 GiB (optimizer 7450.6 GiB, master weights 3725.3 GiB)")
+    largest = "(optimizer 7450.6 GiB, master weights 3725.3 GiB)"
+    assert result.rejected[0].reason.startswith(
+        f"needs 14937.8 GiB with micro-batches of 1, full recomputation {largest}"
+    )
 
 
 def test_many_data_for_a_small_model_are_read_in_parallel() -> None:
