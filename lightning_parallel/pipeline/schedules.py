@@ -105,9 +105,9 @@ def _with_weights(actions: list[Action], lag: int) -> Iterator[Action]:
 def add_communication(plan: Plan) -> Plan:
     """Receive right before and send right after every forward and backward that crosses a stage boundary.
 
-    Gradients of weights come after the next receive: they need none, and it is under way meanwhile. Neighbouring sends
-    and receives form one batch. In the steady state of 1F1B ``SF i, RB j`` of stage s meets ``SB j, RF i`` of stage
-    s + 1, so each batch finds its peer's batch and neither buffered nor rendezvous transports can deadlock.
+    Neighbouring sends and receives form one batch. In the steady state of 1F1B ``SF i, RB j`` of stage s meets
+    ``SB j, RF i`` of stage s + 1, so each batch finds its peer's batch and neither buffered nor rendezvous transports
+    can deadlock. A receive looks at what arrives, so gradients of weights come before it, not while it waits.
     """
     ranks = len(plan)
     stages = 1 + max((action.stage for actions in plan for action in actions), default=0)
@@ -116,22 +116,15 @@ def add_communication(plan: Plan) -> Plan:
 
 def _with_transfers(actions: tuple[Action, ...], stages: int, ranks: int) -> Iterator[Action]:
     sends = {Kind.FORWARD: Kind.SEND_FORWARD, Kind.BACKWARD: Kind.SEND_BACKWARD}
-    weights: list[Action] = []
     for action in actions:
-        if action.kind is Kind.WEIGHT:
-            weights.append(action)
-            continue
         needed = action.needs(stages)
         if needed is not None and needed.peer_stage % ranks != action.stage % ranks:
             yield needed
-        yield from weights
-        weights = []
         yield action
         if action.kind in sends:
             send = Action(sends[action.kind], action.stage, action.micro_batch)
             if 0 <= send.peer_stage < stages and send.peer_stage % ranks != action.stage % ranks:
                 yield send
-    yield from weights
 
 
 def add_reduction(plan: Plan) -> Plan:

@@ -17,7 +17,8 @@ class Sizes:
     """Sizes of the model and of the global batch.
 
     Attributes:
-        pause: seconds that each block sleeps in its forward pass, and twice that in its backward pass.
+        pause: seconds that each block sleeps in its forward pass, in its backward pass, and when a weight's gradient is
+            computed, which may be apart.
     """
 
     layers: int
@@ -48,7 +49,7 @@ class Pause(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * ctx.seconds)
+        time.sleep(ctx.seconds)
         return grad, None
 
 
@@ -106,6 +107,11 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(sizes.width)
         self.mlp = FeedForward(sizes)
         self.pause = sizes.pause
+        if self.pause:
+            self.mlp.up_proj.weight.register_hook(self._rest)
+
+    def _rest(self, grad: Tensor) -> None:
+        time.sleep(self.pause)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.pause:

@@ -67,9 +67,9 @@ def test_zero_bubble_puts_gradients_of_weights_off_by_the_stages_before() -> Non
     assert compute_plan("zero-bubble", 1, 2) == compute_plan("1f1b", 1, 2)
 
 
-def test_gradients_of_weights_wait_until_the_next_receive_is_posted() -> None:
+def test_gradients_of_weights_come_before_a_receive_that_would_wait() -> None:
     plan = add_communication((line("0F0 0B0 0W0 0F1 0B1 0W1"), line("1F0 1B0 1W0 1F1 1B1 1W1")))
-    assert words(plan[1]) == "1RF0 1F0 1B0 1SB0 1RF1 1W0 1F1 1B1 1SB1 1W1"
+    assert words(plan[1]) == "1RF0 1F0 1B0 1SB0 1W0 1RF1 1F1 1B1 1SB1 1W1"
 
 
 def test_add_communication_receives_before_and_sends_after() -> None:
@@ -93,12 +93,11 @@ def test_one_stage_needs_no_transfers() -> None:
     assert words(forward_only_schedule(1, 2).actions[0]) == "0F0 0F1"
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zero-bubble"])
-def test_steady_state_pairs_whole_batches(name: str) -> None:
+def test_steady_state_of_1f1b_pairs_whole_batches() -> None:
     """A batch that sends forward i and receives backward j meets one that receives forward i and sends backward j."""
     paired = 0
     for stages, micro_batches in GRID:
-        schedule = build_schedule(name, stages, micro_batches)
+        schedule = build_schedule("1f1b", stages, micro_batches)
         steps = [set(execution_steps(actions)) for actions in schedule.actions]
         for stage in range(stages - 1):
             ahead = stages - 1 - stage
