@@ -24,7 +24,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim.swa_utils import AveragedModel
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
@@ -37,8 +36,6 @@ __all__ = [
     "copy_module",
     "divides_samples",
     "draws_graph",
-    "example_training_batch",
-    "forget_training_data",
     "given_loaders",
     "hand_over",
     "has_given_loader",
@@ -156,33 +153,6 @@ def note_log(trainer: Trainer, fx: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ data
-def example_training_batch(trainer: Trainer) -> Any:
-    """A batch of the kind that `training_step` will get, without consuming it.
-
-    Sets the training data up earlier than usual, as `Trainer.estimated_stepping_batches` also does.
-    """
-    loop = trainer.fit_loop
-    loop.setup_data()
-    fetcher, loader = loop._data_fetcher, loop._combined_loader
-    if loader is None or fetcher is None:
-        return None
-    prefetched = getattr(fetcher, "batches", [])
-    if prefetched:
-        return prefetched[0][0]
-    if loader._mode == "sequential":
-        return next(iter(loader.flattened[0]), None)
-    return tree_map(lambda source: next(iter(source), None), loader.iterables)
-
-
-def forget_training_data(trainer: Trainer) -> None:
-    """Undoes the early set-up, so that a resumed run sets the data up again with the loaded state."""
-    loop = trainer.fit_loop
-    if loop._data_fetcher is not None:
-        loop._data_fetcher.teardown()
-        loop._data_fetcher = None
-    loop._combined_loader = None
-
-
 class _RememberingSource(_DataLoaderSource):
     """A data source that puts the loaders it gives out into a queue, before Lightning rebuilds them one by one."""
 

@@ -20,6 +20,7 @@ from lightning_parallel.pipeline.batch import split_batch
 from lightning_parallel.pipeline.runtime import PipelineRuntime
 from lightning_parallel.random_streams import StepRandom
 from lightning_parallel.strategies import _compat, metric_states
+from lightning_parallel.strategies._compat_example import example_training_batch, forget_training_data
 from lightning_parallel.strategies._compat_loops import before_transfer, has_training_data
 from lightning_parallel.strategies.config import (
     LossConfig,
@@ -184,12 +185,12 @@ class TensorPipelineStrategy(SteppingStrategy):
     def _example_batch(self, trainer: Trainer) -> Any:
         """A batch as `training_step` will see it."""
         with self._random_state_kept():
-            batch = _compat.example_training_batch(trainer)
+            batch = example_training_batch(trainer)
             self._replica_data.require_batch(batch)
             batch = before_transfer(trainer, self.precision_plugin.convert_input(batch))
             batch = self.batch_to_device(batch)
         if _compat.is_resuming(trainer):
-            _compat.forget_training_data(trainer)
+            forget_training_data(trainer)
         return batch
 
     def trial(self) -> StepTrial:

@@ -21,7 +21,7 @@ TOOLS_OF_MECHANISM = {
 PARTS_OF_TOOLS = {f"{PACKAGE}.host_comm": f"{PACKAGE}.comm"}
 RAW_DISTRIBUTED = {"mesh.py", "comm.py", "host_comm.py", "checkpoint/io.py", "strategies/fsdp_units.py"}
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities")
-PRIVATE_LIGHTNING = ("strategies/_compat.py", "strategies/_compat_loops.py")
+PRIVATE_LIGHTNING = ("strategies/_compat.py", "strategies/_compat_example.py", "strategies/_compat_loops.py")
 
 # Refuses the heavy packages however they are asked for; run before the modules under test are imported.
 BLOCKED_IMPORT = """

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_parallel import comm
+from lightning_parallel.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from lightning_parallel.tensor_parallel.loss import vocab_parallel_cross_entropy
 from tests.distributed.formulas import wave
 from tests.harness import Ranks
@@ -57,6 +58,7 @@ CASES: list[dict[str, Any]] = [
     {"label_smoothing": 0.2, "z_loss": 0.05, "reduction": "sum"},
     {"reduction": "none", "label_smoothing": 0.3, "z_loss": 0.1},
     {"ignore_index": 1},
+    {"ignore_index": 1, "label_smoothing": 0.2, "z_loss": 0.05},
 ]
 
 
@@ -86,6 +88,34 @@ def check_sizes_and_precisions(rank: int, world_size: int) -> None:
 @worlds
 def test_equals_cross_entropy(ranks: Ranks, world_size: int) -> None:
     ranks(world_size, check_sizes_and_precisions)
+
+
+def check_split_model(rank: int, world_size: int) -> None:
+    """From a split embedding to split logits that are never gathered; 11 words do not divide."""
+    group = dist.group.WORLD
+    words, head = nn.Embedding(11, 4, dtype=torch.float64), nn.Linear(4, 11, dtype=torch.float64)
+    with torch.no_grad():
+        for place, parameter in enumerate((words.weight, head.weight, head.bias)):
+            parameter.copy_(wave(*parameter.shape, phase=float(place)))
+    split_words = VocabParallelEmbedding.from_embedding(words, group)
+    split_head = ColumnParallelLinear.from_linear(head, group)
+    ids, target = targets(11, ignored=False), targets(11).flip(0)
+    local = split_head(torch.tanh(split_words(ids)))
+    assert local.shape[-1] == chunks(11, world_size)[rank]
+    actual = vocab_parallel_cross_entropy(local, target, group, label_smoothing=0.1, z_loss=0.01)
+    expected = reference(head(torch.tanh(words(ids))), target, z_loss=0.01, label_smoothing=0.1)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-13)
+    actual.backward()
+    expected.backward()
+    pairs = [(split_words.weight, words.weight), (split_head.weight, head.weight), (split_head.bias, head.bias)]
+    for mine, whole in pairs:
+        assert whole.grad is not None
+        torch.testing.assert_close(mine.grad, whole.grad.split(chunks(11, world_size))[rank], rtol=0, atol=1e-13)
+
+
+@worlds
+def test_from_split_words_to_split_logits(ranks: Ranks, world_size: int) -> None:
+    ranks(world_size, check_split_model)
 
 
 def check_positional_contract(rank: int, world_size: int) -> float:

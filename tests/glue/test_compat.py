@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import copy
 import operator
+import random
 import signal
 import types
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+import numpy
 import pytest
 import torch
 import torchmetrics
@@ -30,13 +32,13 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassPrecision, MulticlassRecall
 
 from lightning_parallel.layout import ParallelLayout
 from lightning_parallel.mesh import Mesh
-from lightning_parallel.strategies import _compat, _compat_loops, metric_states, precision
+from lightning_parallel.strategies import _compat, _compat_example, _compat_loops, metric_states, precision
 from lightning_parallel.strategies.checkpoint_file import WholeFileIO
 from lightning_parallel.strategies.logs import LogCall, LogRecorder
 from lightning_parallel.strategies.replica_data import Batch, Logged, ReplicaData
@@ -54,8 +56,8 @@ NAMES: dict[str, str] = {
     **{f"trainer.{loop}._data_source.instance": "_compat.py" for loop in LOOPS},
     **{f"trainer.{loop}._data_source.name": "_compat.py" for loop in LOOPS},
     **{f"trainer.{loop}._combined_loader": "_compat_loops.py" for loop in LOOPS},
-    "trainer.fit_loop._combined_loader._mode": "_compat.py",
-    "trainer.fit_loop._data_fetcher": "_compat.py",
+    "trainer.fit_loop._combined_loader._mode": "_compat_example.py",
+    "trainer.fit_loop._data_fetcher": "_compat_example.py",
     "trainer.fit_loop._skip_backward": "_compat_loops.py",
     "trainer._val_check_time_interval": "_compat_loops.py",
     "trainer.fit_loop.epoch_loop._should_check_val_fx": "_compat_loops.py",
@@ -195,7 +197,8 @@ def test_private_names_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["_compat.py", "_compat_loops.py", "metric_states.py", "precision.py", "step_metrics.py"]
+    "file",
+    ["_compat.py", "_compat_example.py", "_compat_loops.py", "metric_states.py", "precision.py", "step_metrics.py"],
 )
 def test_every_private_name_is_in_the_list(file: str) -> None:
     tree = ast.parse((STRATEGIES / file).read_text())
@@ -365,12 +368,13 @@ class Peek(Callback):
     def __init__(self, forget: bool) -> None:
         self.forget = forget
         self.batch: Any = None
+        self.once = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.batch = _compat.example_training_batch(trainer)
+        self.batch = _compat_example.example_training_batch(trainer)
         if self.forget:
-            _compat.forget_training_data(trainer)
-            assert trainer.fit_loop._combined_loader is None
+            _compat_example.forget_training_data(trainer)
+            assert (trainer.fit_loop._combined_loader is None) == (not self.once)
 
 
 class Collecting(Model):
@@ -385,22 +389,90 @@ class Collecting(Model):
         return self.layer(torch.ones(1, 2)).sum()
 
 
-@pytest.mark.parametrize("forget", [False, True])
-@pytest.mark.parametrize(
-    ("data", "steps"),
-    [
-        (loader, 3),
-        (lambda: DataLoader(Stream(), 2), 3),
-        (lambda: {"a": loader(), "b": [loader(5), loader(5)]}, 3),
-        (lambda: CombinedLoader([loader(3), loader(5)], "max_size_cycle"), 3),
-    ],
-    ids=["loader", "stream", "nested", "combined"],
-)
-def test_an_example_batch_is_not_consumed(data: Callable[[], Any], steps: int, forget: bool) -> None:
-    peek, model = Peek(forget), Collecting()
-    make_trainer(callbacks=[peek]).fit(model, data())
+class ItsOwnIterator:
+    """Batches that start anew when their iterator is asked for, which is the same object each time."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Any:
+        self.place = 0
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        self.place += 1
+        if self.place > len(self):
+            raise StopIteration
+        return torch.full((2, 2), float(self.place))
+
+
+class SizedStream(Stream):
+    """Goes on where it was when it is iterated over again."""
+
+    def __init__(self) -> None:
+        self.rest = super().__iter__()
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Any:
+        return self.rest
+
+
+class Shuffled(Sampler[int]):
+    """A sampler with a generator of its own."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Any:
+        order = list(range(5))
+        self.generator.shuffle(order)
+        return iter(order)
+
+
+def drawn(sampler: Any) -> DataLoader[Any]:
+    return DataLoader(Samples(5), 2, sampler=sampler)
+
+
+def weighted() -> DataLoader[Any]:
+    return drawn(WeightedRandomSampler([1.0] * 5, 5, generator=torch.Generator().manual_seed(3)))
+
+
+DATA: dict[str, Callable[[], Any]] = {
+    "loader": loader,
+    "stream": lambda: DataLoader(Stream(), 2),
+    "nested": lambda: {"a": loader(), "b": [loader(5), loader(5)]},
+    "combined": lambda: CombinedLoader([loader(3), loader(5)], "max_size_cycle"),
+    "torch generator": weighted,
+    "batch sampler": lambda: DataLoader(Samples(5), batch_sampler=weighted().batch_sampler),
+    "Python generator": lambda: drawn(Shuffled(random.Random(3))),
+    "NumPy generator": lambda: drawn(Shuffled(numpy.random.default_rng(3))),
+    "old NumPy generator": lambda: drawn(Shuffled(numpy.random.RandomState(3))),
+    "its own iterator": ItsOwnIterator,
+    "iterator": lambda: iter(loader()),
+    "sized stream": lambda: DataLoader(SizedStream(), 2),
+}
+
+
+PEEKS = [(kind, forget) for kind in DATA for forget in (False, True)]
+PEEKS.remove(("sized stream", True))  # a resumed plain run does not know where it goes on either
+
+
+@pytest.mark.parametrize(("kind", "forget"), PEEKS)
+def test_an_example_batch_is_not_consumed(kind: str, forget: bool) -> None:
+    """Both epochs see what they would see if nobody had looked."""
+    peek, model, alone = Peek(forget), Collecting(), Collecting()
+    peek.once = kind in ("iterator", "its own iterator")
+    make_trainer(max_epochs=2).fit(alone, DATA[kind]())
+    make_trainer(max_epochs=2, callbacks=[peek]).fit(model, DATA[kind]())
     torch.testing.assert_close(peek.batch, model.batches[0])
-    assert len(model.batches) == steps, f"{VERSIONS}: looking at a batch took it away"
+    assert len(model.batches) == len(alone.batches) >= 3, f"{VERSIONS}: looking at a batch took it away"
+    for found, expected in zip(model.batches, alone.batches, strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_original_loaders_are_taken_in_order() -> None:

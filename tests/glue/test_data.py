@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import grad_norm
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, WeightedRandomSampler
 
 from tests.glue.oracle import LAYOUTS, Classifier, Layout, Samples, Site, check, observe, weights
 from tests.harness import Ranks
@@ -93,9 +93,16 @@ def replica(site: Site) -> int:
 
 
 def own_sampler(site: Site) -> Any:
-    module = Classifier()
-    site.trainer().fit(module, site.loader(Samples(COUNT), 4, sampler=Backwards()))
-    return weights(module)
+    """The second one has a generator, which nobody but the run may use."""
+    found = []
+    for sampler in (
+        Backwards(),
+        WeightedRandomSampler([1.0] * COUNT, COUNT, generator=torch.Generator().manual_seed(3)),
+    ):
+        module = Classifier()
+        site.trainer().fit(module, site.loader(Samples(COUNT), 4, sampler=sampler))
+        found.append(weights(module))
+    return found
 
 
 def stream(site: Site) -> Any:

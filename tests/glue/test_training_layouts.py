@@ -99,6 +99,43 @@ def test_sequence_parallel(ranks: Ranks, layout: Layout) -> None:
     check(ranks, clipped_windows, layout, plan="auto", sequence_parallel=True)
 
 
+# ------------------------------------------------------------------------------------------------ repeated heads
+class FewKeyHeads(WithAdamW):
+    """Four heads of queries share one of keys and values, of which every tensor rank keeps a copy."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 8, 4)
+        for layer in self.layers:
+            layer.attn = FewHeads()
+        set_by_formula(self)
+
+
+class FewHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads = 4, 1
+        self.q_proj, self.o_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.k_proj, self.v_proj = nn.Linear(8, 2), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        samples, length, _ = x.shape
+        q = self.q_proj(x).view(samples, length, self.n_heads, 2).transpose(1, 2)
+        k, v = (p(x).view(samples, length, self.n_kv_heads, 2).transpose(1, 2) for p in (self.k_proj, self.v_proj))
+        k, v = (t.repeat_interleave(self.n_heads // self.n_kv_heads, dim=1) for t in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(y.transpose(1, 2).reshape(samples, length, -1))
+
+
+def few_key_heads(site: Site) -> Any:
+    """A norm that counted the copies would clip too much."""
+    return fit(site, FewKeyHeads(), Tokens(35), accumulate_grad_batches=2, gradient_clip_val=0.2)
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 1), (2, 2, 1), (2, 1, 2)])
+def test_fewer_key_heads_than_tensor_ranks(ranks: Ranks, layout: Layout) -> None:
+    check(ranks, few_key_heads, layout, plan="auto", zero_stage=layout[2] - 1)
+
+
 # ------------------------------------------------------------------------------------------------ stages
 def four_layers(site: Site) -> Any:
     return fit(site, GPT(4), Tokens(20), max_epochs=1)
