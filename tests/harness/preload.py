@@ -15,4 +15,5 @@ import tests.harness.worker  # noqa: E402
 __all__ = ["lightning", "tests", "torch"]
 
 gc.freeze()
+gc.set_threshold(100_000, 50, 100)  # a run makes few cycles; to look for them thousands of times takes longer than it
 gc.enable()
