@@ -28,7 +28,7 @@ from lightning_parallel.mesh import gradient_group
 from lightning_parallel.strategies.failures import FailureWatch
 from lightning_parallel.watch import WatchTimes
 from tests.glue.oracle import Classifier, Layout, Samples, Site, assert_same, weights
-from tests.harness import Ranks, RanksFailed, run_python
+from tests.harness import Ranks, RanksFailed, fork_script
 from tests.harness.process import ROOT, end, worker_environment
 
 SCRIPT = ROOT / "tests" / "glue" / "launched.py"
@@ -238,7 +238,7 @@ def test_sigterm_while_a_rank_stalls_ends_all_with_its_code(ranks: Ranks) -> Non
 # ------------------------------------------------------------------------------------------------ whole scripts
 @pytest.mark.parametrize(("layout", "failing"), [((1, 2), 0), ((2, 1), 1)])
 def test_an_exception_ends_every_process_with_its_message(
-    tmp_path: Path, layout: tuple[int, int], failing: int
+    ranks: Ranks, tmp_path: Path, layout: tuple[int, int], failing: int
 ) -> None:
     tensor, pipeline = layout
     options = {
@@ -247,7 +247,8 @@ def test_an_exception_ends_every_process_with_its_message(
         "strategy": {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline},
         "trouble": {"rank": failing, "batch": 4, "kind": "raise"},
     }
-    done = run_python([SCRIPT, json.dumps(options), tmp_path], cwd=tmp_path, timeout=110)
+    arguments = [json.dumps(options), str(tmp_path)]
+    (done,) = ranks(1, fork_script, SCRIPT, arguments, tmp_path, launch="none", timeout=110)
     finished = time.time()
     # -9: on a busy machine the failing child may end first, and then Lightning's launcher kills its parent.
     assert done.returncode in (1, -9 if failing else 1), done.output

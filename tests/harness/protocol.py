@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-Launch = Literal["gloo", "lightning"]
+Launch = Literal["gloo", "lightning", "none"]
 
 COLLECTIVE_TIMEOUT = 20.0
 """Seconds after which a gloo collective gives up, so that a lost peer shows as an error of the waiting rank."""

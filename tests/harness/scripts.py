@@ -1,9 +1,10 @@
-"""Runs a script on workers, which have imported already what takes a new process most of its time."""
+"""Runs a script on workers, or forked from one: they have imported what takes a new process most of its time."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import runpy
 import sys
@@ -12,6 +13,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
+
+from tests.harness.process import Finished, end
 
 
 def run_script(rank: int, world_size: int, script: Path, arguments: list[str], folder: Path) -> str:
@@ -35,6 +38,39 @@ def run_script(rank: int, world_size: int, script: Path, arguments: list[str], f
             return _text(printed)
     finally:
         sys.argv, sys.path[:] = argv, path
+
+
+def fork_script(
+    rank: int, world_size: int, script: Path, arguments: list[str], folder: Path, timeout: float = 100
+) -> Finished:
+    """What `run_python` returns of a script in a process of its own, which may start others and may be killed.
+
+    Raises:
+        AssertionError: it takes longer than `timeout` seconds. Either way nothing that it started goes on.
+    """
+    with tempfile.TemporaryFile() as output:
+        process = multiprocessing.get_context("fork").Process(
+            target=_be_script, args=(script, arguments, folder, output.fileno())
+        )
+        process.start()
+        assert process.pid is not None, "the process was started"
+        process.join(timeout)
+        returncode = process.exitcode
+        end(process.pid)
+        process.join()
+        if returncode is None:
+            raise AssertionError(f"hang: {script.name} did not end within {timeout:g} s\n{_text(output)[-8000:]}")
+        return Finished(returncode, _text(output))
+
+
+def _be_script(script: Path, arguments: list[str], folder: Path, output: int) -> None:
+    os.setsid()
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    os.chdir(folder)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
 
 
 @contextlib.contextmanager
