@@ -22,7 +22,7 @@ from lightning_parallel.versions import OLDEST, TESTED, installed_versions, unte
 from lightning_parallel.watch import WatchTimes
 from tests.glue.oracle import Classifier, Layout, Net, Samples, Site
 from tests.glue.training import GPT, Tokens
-from tests.harness import Ranks, RanksFailed, run_python
+from tests.harness import Ranks, RanksFailed
 from tests.harness.process import ROOT
 
 
@@ -414,73 +414,6 @@ def test_a_step_without_a_loss_in_a_pipeline_ends_all_ranks(ranks: Ranks) -> Non
 
 
 # ------------------------------------------------------------------------------------------------ packages
-MIXED = """
-import sys, torch, lightning.pytorch as ours, pytorch_lightning as other
-from torch.utils.data import DataLoader
-
-try:
-    ours.Trainer(strategy="tp_pp", accelerator="cpu")
-except ValueError as error:
-    print(f"without the import: {error}")
-from lightning_parallel import TensorPipelineStrategy
-
-def module(package):
-    class Module(package.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.linear = torch.nn.Linear(2, 2)
-        def training_step(self, batch, batch_idx):
-            return self.linear(batch).sum()
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1)
-    return Module()
-
-class Watching(other.Callback):
-    pass
-
-def trainer(package, **options):
-    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=1)
-    return package.Trainer(accelerator="cpu", devices=1, strategy=TensorPipelineStrategy(1, 1), **quiet, **options)
-
-def attempt(run):
-    try:
-        run()
-    except (TypeError, ValueError) as error:
-        print(f"refused: {error}")
-    else:
-        print("accepted")
-
-data = DataLoader(torch.ones(4, 2))
-attempt(lambda: trainer(ours).fit(module(ours), data))
-attempt(lambda: trainer(ours, callbacks=[Watching()]).fit(module(ours), data))
-attempt(lambda: trainer(ours).fit(module(other), data))
-attempt(lambda: trainer(other))
-"""
-
-
-def test_a_short_name_without_the_import_and_objects_of_the_second_lightning_package(tmp_path: Any) -> None:
-    done = run_python(["-c", MIXED], cwd=tmp_path, timeout=100)
-    assert done.returncode == 0, done.output
-    plain, callback, module, strategy = re.findall("^accepted|^refused: .*", done.output, re.MULTILINE)
-    assert plain == "accepted"
-    assert callback == (
-        "refused: the Callback Watching comes from pytorch_lightning, a second package whose classes are not those of "
-        "lightning; import it from lightning.pytorch"
-    )
-    # Lightning refuses these two before it asks the strategy; the warning tells why.
-    assert module.startswith("refused: `model` must be a `LightningModule` or `torch._dynamo.OptimizedModule`, got ")
-    assert strategy.startswith(
-        "refused: You selected an invalid strategy name: `strategy=<lightning_parallel.strategies"
-    )
-    assert (
-        "both lightning.pytorch and pytorch_lightning are imported, two packages with classes of their own"
-        in done.output
-    )
-    assert "without the import: You selected an invalid strategy name: `strategy='tp_pp'`" in done.output
-    readme = (ROOT / "README.md").read_text()
-    assert "the short names exist once `lightning_parallel` has\nbeen imported" in readme
-
-
 def test_the_tested_versions_are_those_of_the_readme_and_the_constraints() -> None:
     readme, constraints = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "constraints.txt").read_text()
     for (package, oldest), (_, tested) in zip(OLDEST, TESTED, strict=True):
