@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_parallel.strategies import _compat
 from lightning_parallel.strategies.whole_view import WholeView
 
-__all__ = ["agree_on_epoch_end", "hooks_of", "show_in_hooks", "wrap_hook"]
+__all__ = ["agree_on_epoch_end", "does_something", "hooks_of", "show_in_hooks", "wrap_hook"]
 
 # Failed ranks run it alone; data hooks run for every batch and have no business with weights.
 _LEFT_ALONE = frozenset({"on_exception", "on_before_batch_transfer", "on_after_batch_transfer"})
@@ -64,6 +64,11 @@ def hooks_of(owner: Any) -> Iterator[str]:
     for name in names + [name for name in _MORE if hasattr(kind, name)]:
         if callable(getattr(owner, name)):
             yield name
+
+
+def does_something(callback: Callback, hook: str) -> bool:
+    """Whether a hook is more than the empty one that every callback has."""
+    return getattr(getattr(callback, hook), "__func__", None) is not getattr(Callback, hook)
 
 
 def wrap_hook(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_parallel.gradient_sync import GradientCompleter
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.strategies import _compat
-from lightning_parallel.strategies.hooks import hooks_of, wrap_hook
+from lightning_parallel.strategies.hooks import does_something, hooks_of, wrap_hook
 from lightning_parallel.strategies.partition import Partition
 from lightning_parallel.strategies.whole_view import WeightsValue, WholeView
 from lightning_parallel.whole.tensor import WholeParameter, WholeTensor
@@ -153,7 +153,7 @@ def show_shares_to_averages(trainer: Trainer, view: UnitView) -> Callable[[], No
     holders = {id(holder) for holder, _, _ in _compat.module_copies(trainer)}
     for owner in _compat.callbacks_of(trainer):
         if id(owner) in holders or id(getattr(owner, "_average_model", None)) in holders:
-            undo += [wrap_hook(owner, name, view.shares) for name in hooks_of(owner)]
+            undo += [wrap_hook(owner, name, view.shares) for name in hooks_of(owner) if does_something(owner, name)]
     return partial(_undo_all, undo)
 
 

@@ -22,6 +22,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 
+from lightning_parallel.strategies.hooks import does_something
 from tests.glue.checkpointing import ResumableLoader, SaveAt, read, run_both
 from tests.glue.oracle import (
     LAYOUTS,
@@ -192,6 +193,15 @@ class Losses(Callback):
 def test_averages_of_shards_are_those_of_full_weights(ranks: Ranks, layout: Layout, kind: str, tmp_path: Path) -> None:
     """Validation sees the average (of "ema"), training its own weights; files hold both; resumed runs go on alike."""
     assert len(run_both(ranks, layout, tmp_path, averaged, kind)) == 8
+
+
+def test_only_hooks_that_do_something_are_shown_shares() -> None:
+    """Of an average's hooks most are empty, and several run in every step."""
+    average = EMAWeightAveraging()
+    assert does_something(average, "on_train_batch_end")
+    assert not does_something(average, "on_train_batch_start")
+    average.on_train_batch_start = print  # type: ignore[method-assign]
+    assert does_something(average, "on_train_batch_start")
 
 
 class NormalizedBlock(Block):
