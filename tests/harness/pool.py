@@ -10,6 +10,7 @@ import random
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +30,6 @@ RECOVERY = 6.0
 """Seconds that a worker gets to leave its group after a call that failed."""
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["tests.harness.preload"])
 
 
 class RanksFailed(AssertionError):
@@ -121,6 +121,9 @@ class WorkerPool:
         self._workers: list[Worker] = []
         self._num_started = 0
         self._num_calls = 0
+        # What this process has imported every worker would import, too, when it first runs a function of it.
+        test_modules = sorted(name for name in sys.modules if name.startswith("tests.") and ".test_" in name)
+        _FORKS.set_forkserver_preload(["tests.harness.preload", *test_modules])
 
     def __call__(
         self,
