@@ -41,7 +41,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_collection_finish() -> None:
     """Every test module has been imported."""
     gc.freeze()
-    gc.set_threshold(100_000, 50, 100)  # tests leave few cycles; to look for them at every turn takes a tenth of the time
+    gc.set_threshold(100_000, 50, 100)  # tests leave few cycles; to look for them at every turn takes long
     gc.enable()
 
 
