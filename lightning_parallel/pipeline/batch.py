@@ -19,6 +19,7 @@ __all__ = [
     "are_sample_lists",
     "batch_size",
     "count_valid_labels",
+    "has_labels",
     "map_tensors",
     "merge_outputs",
     "slice_batch",
@@ -234,6 +235,11 @@ def count_valid_labels(batch: Any, ignore_index: int = -100) -> torch.Tensor:
             f"last tensor of integers), but found {type(batch).__name__} without one; pass a function of the batch"
         )
     return (labels != ignore_index).sum().to(torch.float64)
+
+
+def has_labels(batch: Any) -> bool:
+    """Whether `count_valid_labels` finds any."""
+    return _find_labels(batch) is not None
 
 
 def _find_labels(batch: Any) -> torch.Tensor | None:

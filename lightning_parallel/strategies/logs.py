@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torchmetrics import Metric
 from lightning_parallel.pipeline.batch import batch_size
 from lightning_parallel.pipeline.placeholder import PipelineCutError, Placeholder
 
-__all__ = ["LogCall", "LogRecorder", "combine_calls"]
+__all__ = ["LogCall", "LogRecorder", "combine_calls", "share_of_epoch"]
 
 _REDUCTIONS = {torch.mean: "mean", torch.sum: "sum", sum: "sum", torch.max: "max", max: "max"}
 _REDUCTIONS |= {torch.min: "min", min: "min"}
@@ -141,3 +141,18 @@ def _combine(entries: list[tuple[LogCall, torch.Tensor]]) -> LogCall:
     explicit = None if first.weight is None else sum(call.weight or 0.0 for call, _ in entries)
     dtype = first.value.dtype if first.value.is_floating_point() else torch.get_default_dtype()
     return LogCall(first.fx, first.name, total.to(dtype), explicit, size, first.options)
+
+
+def share_of_epoch(call: LogCall, share: torch.Tensor, samples: int, everyone: Any) -> LogCall:
+    """A mean over a replica's samples, changed so that the mean over all replicas' samples is the one by weight.
+
+    Args:
+        call: what was logged; other kinds of values come back as they are.
+        share: weight of this replica in the batch over that of all.
+        samples: of this replica in the batch.
+        everyone: samples of all replicas.
+    """
+    if call.value is None or call.weight is not None or call.reduction != "mean":
+        return call
+    value = torch.where(share == 0, 0.0, call.value.to(share) * share) * everyone / samples
+    return replace(call, value=value.to(call.value.dtype) if call.value.is_floating_point() else value)

@@ -23,11 +23,11 @@ from lightning_parallel.pipeline.share import TreeBroadcast
 from lightning_parallel.random_streams import StepRandom
 from lightning_parallel.strategies import _compat
 from lightning_parallel.strategies._compat_loops import skips_backward
-from lightning_parallel.strategies.logs import LogCall, LogRecorder, combine_calls
+from lightning_parallel.strategies.logs import LogCall, LogRecorder, combine_calls, share_of_epoch
 from lightning_parallel.strategies.precision import loss_scale
 from lightning_parallel.strategies.step_state import StepState
 from lightning_parallel.strategies.unfinished import UnfinishedGradients
-from lightning_parallel.strategies.weights import ReplicaCombiner, global_loss, loss_weights
+from lightning_parallel.strategies.weights import ReplicaCombiner, evaluation_rule, global_loss, loss_weights
 from lightning_parallel.zero.sharder import ZeroSharder
 from lightning_parallel.zero.unit_sharder import UnitSharder
 
@@ -196,7 +196,7 @@ class StepRunner:
         calls = recorder.micro_batches[0]
         if self.mesh.data is not None and (self.options.sync_logs or self.module.automatic_optimization):
             weight = loss_weights([batch], self.options.loss_weight, counts, self.mesh.device)[0]
-            value, total, merged = self._combine(loss, weight, calls if self.options.sync_logs else [])
+            value, total, merged = self._combine(loss, weight, calls if self.options.sync_logs else [], counts)
             calls = merged if self.options.sync_logs else calls
             if loss is not None and value is not None:
                 share = weight / total
@@ -240,14 +240,14 @@ class StepRunner:
         merged: Any = None
         if self.mesh.is_last_stage:
             output, calls = self._merge(outputs, parts, weights, walk.recorder)
-            loss, _, calls = self._over_replicas(_loss_of(output), torch.stack(weights).sum(), calls)
+            loss, _, calls = self._over_replicas(_loss_of(output), torch.stack(weights).sum(), calls, counts)
             merged = (_with_loss(output, loss), _pack(calls), walk.recorder.resets, self._state.changes(before))
         return self._distribute(collection, merged, walk.recorder, before)
 
     def _over_replicas(
-        self, loss: torch.Tensor | None, weight: torch.Tensor, calls: list[LogCall]
+        self, loss: torch.Tensor | None, weight: torch.Tensor, calls: list[LogCall], counts: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor, list[LogCall]]:
-        value, total, merged = self._combine(loss, weight, calls if self.options.sync_logs else [])
+        value, total, merged = self._combine(loss, weight, calls if self.options.sync_logs else [], counts)
         if value is not None and loss is not None:
             value = value.to(loss.dtype)
         return value, total, merged if self.options.sync_logs else calls
@@ -272,7 +272,8 @@ class StepRunner:
             lockstep: whether every replica is known to take equally many steps.
         """
         parts = split_batch(batch, self.options.evaluation_micro_batches)
-        weights = loss_weights(parts, self._evaluation_rule(parts), True, self.mesh.device)
+        rule = evaluation_rule(self.options.loss_weight, parts, lockstep and self._synced)
+        weights = loss_weights(parts, rule, True, self.mesh.device)
         walk = _Walk(self, parts, call)
         walk.number = where
         with (
@@ -283,27 +284,29 @@ class StepRunner:
         merged: Any = None
         if self.mesh.is_last_stage:
             output, calls = self._merge(outputs, parts, weights, walk.recorder)
-            calls = self._step_values(calls, torch.stack(weights).sum(), counts, lockstep)
+            samples = sum(batch_size(part) or 1 for part in parts)
+            calls = self._step_values(calls, torch.stack(weights).sum(), counts, lockstep, samples)
             merged = (output, _pack(calls), walk.recorder.resets, self._state.changes(before))
         return self._distribute(collection, merged, walk.recorder, before)
 
-    def _evaluation_rule(self, parts: Sequence[Any]) -> str | Callable[[Any], Any]:
-        return self.options.loss_weight if len(parts) > 1 else "samples"
-
-    def _step_values(self, calls: list[LogCall], weight: torch.Tensor, counts: bool, lockstep: bool) -> list[LogCall]:
+    def _step_values(
+        self, calls: list[LogCall], weight: torch.Tensor, counts: bool, lockstep: bool, samples: int
+    ) -> list[LogCall]:
         """Makes values that are shown per step global at once; values shown per epoch wait for its end.
 
         The message is sent whether or not anything is logged per step: replicas may differ in that.
         """
         shown = [call for call in calls if call.options["on_step"]]
         if lockstep and self._synced:
-            shown = self._combine(None, weight if counts else torch.zeros_like(weight), shown)[2]
-            counts_shown = True
-        else:
-            counts_shown = counts
+            weight = weight if counts else torch.zeros_like(weight)
+            size = LogCall("", "samples", weight.new_full((), samples), None, samples, {"reduce_fx": "sum"})
+            _, total, (*shown, size) = self._combine(None, weight, [*shown, size], counts)
+            if self.options.loss_weight != "samples":
+                calls = [share_of_epoch(call, weight / total, samples, size.value) for call in calls]
+        counted = counts or (lockstep and self._synced)
         following = iter(shown)
         return [
-            replace(next(following), counted=counts_shown) if call.options["on_step"] else replace(call, counted=counts)
+            replace(next(following), counted=counted) if call.options["on_step"] else replace(call, counted=counts)
             for call in calls
         ]
 

@@ -11,10 +11,10 @@ import torch
 
 from lightning_parallel import comm
 from lightning_parallel.mesh import Mesh
-from lightning_parallel.pipeline.batch import batch_size, count_valid_labels
+from lightning_parallel.pipeline.batch import batch_size, count_valid_labels, has_labels
 from lightning_parallel.strategies.logs import LogCall
 
-__all__ = ["ReplicaCombiner", "global_loss", "loss_weights"]
+__all__ = ["ReplicaCombiner", "evaluation_rule", "global_loss", "loss_weights"]
 
 SLOTS = 128
 _HASH_RANGE = 2**20  # squares and sums over thousands of replicas stay exact in float64
@@ -45,6 +45,21 @@ def loss_weights(
             weight = torch.full((), float(weight), dtype=torch.float64, device=device)
         weights.append(weight.to(device, torch.float64, non_blocking=True))
     return weights
+
+
+def evaluation_rule(
+    rule: str | Callable[[Any], Any], parts: Sequence[Any], over_replicas: bool
+) -> str | Callable[[Any], Any]:
+    """The rule for a step that only evaluates: a batch in one piece of one replica needs none, and may lack labels.
+
+    Args:
+        rule: the one of training.
+        parts: of this replica's batch.
+        over_replicas: whether what the step logs is combined over replicas.
+    """
+    if len(parts) == 1 and (not over_replicas or (rule == "valid_labels" and not has_labels(parts[0]))):
+        return "samples"
+    return rule
 
 
 class _GlobalLoss(torch.autograd.Function):
@@ -87,7 +102,7 @@ class ReplicaCombiner:
         self._looks = mesh.device.type != "cuda" if looks is None else looks
 
     def __call__(
-        self, loss: torch.Tensor | None, weight: torch.Tensor, calls: Sequence[LogCall]
+        self, loss: torch.Tensor | None, weight: torch.Tensor, calls: Sequence[LogCall], counted: bool = True
     ) -> tuple[torch.Tensor | None, torch.Tensor, list[LogCall]]:
         """Combines over the data group.
 
@@ -95,6 +110,7 @@ class ReplicaCombiner:
             loss: this replica's loss, detached; None if the step has none.
             weight: weight of this replica, 0-dim float64.
             calls: what the step logged here.
+            counted: False if this replica's batch only repeats samples that another one counts.
 
         Returns:
             The loss of the global batch, the sum of weights, and the calls with global values.
@@ -112,14 +128,16 @@ class ReplicaCombiner:
         message[0] = _product(own_loss, weight)
         message[1] = weight
         for slot, call in enumerate(scalars, start=1):
-            self._write(message[3 * slot : 3 * slot + 3], call, weight)
+            self._write(message[3 * slot : 3 * slot + 3], call, weight, counted)
         key_hash = float(zlib.crc32(repr([(c.fx, c.name, c.reduction) for c in scalars]).encode()) % _HASH_RANGE)
         message[-2], message[-1] = key_hash, key_hash**2
         comm.all_reduce_(message, self.mesh.data)
         alike = message[-2] ** 2 == message[-1] * comm.group_size(self.mesh.data)
         if self._looks and not bool(alike):  # first: replicas with other keys may need no second message
             self._refuse_keys(scalars)
-        extremes = {slot: torch.where(alike, x, math.nan) for slot, x in self._extremes(scalars, weight).items()}
+        extremes = {
+            slot: torch.where(alike, x, math.nan) for slot, x in self._extremes(scalars, weight, counted).items()
+        }
         total = message[1]
         message[3:] = torch.where(alike, message[3:], math.nan)
         combined = iter([self._read(message[3 * s : 3 * s + 3], c, extremes.get(s)) for s, c in enumerate(scalars, 1)])
@@ -127,17 +145,18 @@ class ReplicaCombiner:
         return None if loss is None else message[0] / total, total, merged
 
     @staticmethod
-    def _write(slot: torch.Tensor, call: LogCall, weight: torch.Tensor) -> None:
+    def _write(slot: torch.Tensor, call: LogCall, weight: torch.Tensor, counted: bool) -> None:
         assert call.value is not None, "only scalars are combined"
         value = call.value.detach().to(slot)
+        kept = _enters(value, weight, counted)
         if call.reduction == "mean":
-            share = weight if call.weight is None else torch.where(weight > 0, call.weight, 0.0)
+            share = weight if call.weight is None else torch.where(kept, call.weight, 0.0)
             slot[0], slot[1] = _product(value, share), share
         elif call.reduction == "sum":
-            slot[0] = _product(value, (weight > 0).to(slot))
-        slot[2] = torch.where(weight > 0, float(call.size), 0.0)
+            slot[0] = torch.where(kept, value, 0.0)
+        slot[2] = float(call.size) if counted else 0.0
 
-    def _extremes(self, calls: Sequence[LogCall], weight: torch.Tensor) -> dict[int, torch.Tensor]:
+    def _extremes(self, calls: Sequence[LogCall], weight: torch.Tensor, counted: bool) -> dict[int, torch.Tensor]:
         """Largest and smallest over replicas by slot, where a value asks for it (a second message, but only then)."""
         found: dict[int, torch.Tensor] = {}
         operations: tuple[tuple[Literal["max", "min"], float], ...] = (("max", -math.inf), ("min", math.inf))
@@ -145,7 +164,8 @@ class ReplicaCombiner:
             chosen = {slot: c.value for slot, c in enumerate(calls, start=1) if c.reduction == name}
             values = [v.detach().to(self.mesh.device, torch.float64) for v in chosen.values() if v is not None]
             if values:
-                stacked = torch.where(weight > 0, torch.stack(values), nothing)
+                stacked = torch.stack(values)
+                stacked = torch.where(_enters(stacked, weight, counted), stacked, nothing)
                 comm.all_reduce_(stacked, self.mesh.data, op=name)
                 found |= dict(zip(chosen, stacked.unbind(), strict=True))
         return found
@@ -165,6 +185,11 @@ class ReplicaCombiner:
             f"replicas logged different values in one step: {keys}. Log the same keys on every rank, or set "
             "sync_logs=False to keep them apart"
         )
+
+
+def _enters(value: torch.Tensor, weight: torch.Tensor, counted: bool) -> torch.Tensor:
+    """Whether a value of a replica is one of its samples': without weight (no valid label) it may be NaN instead."""
+    return (weight > 0) | ~value.isnan() & counted
 
 
 def _product(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from tests.glue.oracle import Layout, Site, check, observe, set_by_formula, weights
-from tests.glue.training import EVERY, GPT, VOCABULARY, Notes, Tokens, fit
+from tests.glue.training import EVERY, GPT, VOCABULARY, Notes, Record, Tokens, fit
 from tests.harness import Ranks
 
 
@@ -364,3 +364,58 @@ def test_labels_reach_every_kind_of_part() -> None:
     assert min(valid) == 0
     assert max(valid) == 6
     assert VOCABULARY > 1
+
+
+class LogsTokens(TokenMean):
+    """Logs every kind of value of training and validation per step and per epoch."""
+
+    def log_all(self, name: str, batch: Any) -> torch.Tensor:
+        logits = self(batch["tokens"])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), label_smoothing=0.1)
+        self.log(name, loss, on_step=True, on_epoch=True)
+        self.log(f"{name}_late", loss, on_step=False, on_epoch=True)
+        self.log(f"{name}_largest", logits.max(), reduce_fx="max", on_step=True, on_epoch=True)
+        self.log(f"{name}_samples", float(len(logits)), reduce_fx="sum", on_step=False, on_epoch=True)
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.log_all("loss", batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log_all("val", batch)
+
+
+class HalfLabelled(Labelled):
+    """The second of two replicas has batches of two without any label."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = super().__getitem__(index)
+        if index % 2 == 1 and 4 <= index < 12:
+            sample["labels"] = torch.full_like(sample["labels"], -100)
+        return sample
+
+
+class WithoutLabels(Tokens):
+    """Validation of something else: no labels to count."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": super().__getitem__(index).float()}
+
+
+class LogsSums(LogsTokens):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self(batch["x"][:, :-1].long()).square().mean())
+
+
+def logged_tokens(site: Site) -> Any:
+    """Batches of different numbers of labels, and a last one of three samples, in training and in validation."""
+    record, module = Record(), LogsTokens()
+    trainer = site.trainer(callbacks=[record], max_epochs=1)
+    trainer.fit(module, site.loader(HalfLabelled(19), 4), site.loader(HalfLabelled(15), 4))
+    other = site.trainer(logger=False).validate(LogsSums(), site.loader(WithoutLabels(15), 4), verbose=False)
+    return record.batches, other, {name: float(value) for name, value in sorted(trainer.callback_metrics.items())}
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 2), (1, 2, 2)])
+def test_valid_labels_weigh_what_is_logged(ranks: Ranks, layout: Layout) -> None:
+    check(ranks, logged_tokens, layout, plan="auto", loss_weight="valid_labels")
