@@ -83,6 +83,42 @@ def without_communication(run: Run) -> list[Tensor]:
     return train(run, _whole_step(model, optimizer), run.rank, run.ranks)
 
 
+def least_transfers(run: Run, halves: int = 2) -> list[Tensor]:
+    """`without_communication`, while two ranks exchange as many bytes as sharding has to: what gloo leaves to gain.
+
+    What is sent is beside the point and ready from the start, so that nothing waits for it and it may hide anywhere.
+
+    Args:
+        run: of two ranks.
+        halves: how often each rank sends a half of the model: once for gradients, once for each time it is gathered.
+    """
+    start_group()
+    model = GPT(run.sizes)
+    optimizer = torch.optim.Adam(list(model.parameters())[run.rank :: run.ranks], lr=optimizer_of(model).defaults["lr"])
+    half = sum(p.numel() for p in model.parameters()) // 2
+    sent, received = torch.zeros(half), torch.zeros(half)
+    step = _whole_step(model, optimizer)
+
+    def exchanging(ids: Tensor, target: Tensor) -> Tensor:
+        works = [
+            _start(operation, part, 1 - run.rank)
+            for _ in range(halves)
+            for parts in zip(sent.chunk(4), received.chunk(4), strict=True)
+            for operation, part in zip((dist.isend, dist.irecv), parts, strict=True)
+        ]
+        value = step(ids, target)
+        for work in works:
+            work.wait()
+        return value
+
+    return train(run, exchanging, run.rank, run.ranks)
+
+
+def least_transfers_of_parameters(run: Run) -> list[Tensor]:
+    """The same if parameters are gathered for the forward and again for the backward pass."""
+    return least_transfers(run, halves=3)
+
+
 def our_layers(run: Run) -> list[Tensor]:
     """Tensor parallel with this package's layers, without its strategy and without Lightning."""
     start_group()

@@ -92,6 +92,8 @@ ZERO2 = Job("zero2", "lightning_jobs.our_zero2")
 FSDP2 = Job("ModelParallelStrategy, fully_shard", "lightning_jobs.fully_sharded")
 ZERO3 = Job("zero3", "lightning_jobs.our_zero3")
 NO_TALK = Job("no communication, plain loop", "bare_jobs.without_communication")
+LEAST_TALK = Job("least transfers of ZeRO 2", "bare_jobs.least_transfers")
+LEAST_TALK3 = Job("least transfers of ZeRO 3", "bare_jobs.least_transfers_of_parameters")
 PLAIN_ZERO2 = Job("ZeRO 2, plain loop", "sharded_loops.optimizer_and_gradients")
 PLAIN_ZERO3 = Job("ZeRO 3, plain loop", "sharded_loops.parameters_too")
 DEEPSPEED1 = Job("DeepSpeed stage 1, plain loop", "deepspeed_jobs.stage1", needs="deepspeed")
@@ -127,8 +129,8 @@ HEATS = {
     "zero": Heat(
         "sharded optimizer state, gradients and parameters, 2 processes",
         (
-            *(OUR_DATA, NO_TALK, PLAIN_ZERO2, REDUNDANCY, DEEPSPEED1, ZERO1, DEEPSPEED2, ZERO2),
-            *(FSDP2, DEEPSPEED3, ZERO3, PLAIN_ZERO3),
+            *(OUR_DATA, NO_TALK, LEAST_TALK, PLAIN_ZERO2, REDUNDANCY, DEEPSPEED1, ZERO1, DEEPSPEED2, ZERO2),
+            *(FSDP2, DEEPSPEED3, ZERO3, PLAIN_ZERO3, LEAST_TALK3),
         ),
         (
             *(
@@ -142,27 +144,35 @@ HEATS = {
             ),
             *(
                 Target(bound.name, other.name, "faster", {})
-                for bound in (NO_TALK, PLAIN_ZERO2)
+                for bound in (NO_TALK, LEAST_TALK, PLAIN_ZERO2)
                 for other in (REDUNDANCY, DEEPSPEED1, DEEPSPEED2)
             ),
             *_beats(ZERO3, FSDP2, 1.3),
             *(
                 Target(bound.name, other.name, "faster", {})
-                for bound in (NO_TALK, PLAIN_ZERO3)
+                for bound in (NO_TALK, LEAST_TALK3, PLAIN_ZERO3)
                 for other in (FSDP2, DEEPSPEED3)
             ),
             *_beats(ZERO3, DEEPSPEED3, 1.4),
         ),
     ),
+    "zero2": Heat(
+        "sharded optimizer state and gradients against what can be had, 2 processes",
+        (REDUNDANCY, ZERO2, ZERO1, LEAST_TALK, NO_TALK),
+        tuple(
+            Target(job.name, REDUNDANCY.name, "faster", {"mid": 1.1} if job in (ZERO1, ZERO2) else {})
+            for job in (ZERO1, ZERO2, LEAST_TALK, NO_TALK)
+        ),
+    ),
     "zero3": Heat(
         "sharded parameters alone, 2 processes",
-        (FSDP2, DEEPSPEED3, ZERO3, PLAIN_ZERO3, NO_TALK),
+        (FSDP2, DEEPSPEED3, ZERO3, PLAIN_ZERO3, LEAST_TALK3, NO_TALK),
         (
             *_beats(ZERO3, FSDP2, 1.3),
             *_beats(ZERO3, DEEPSPEED3, 1.4),
             *(
                 Target(bound.name, other.name, "faster", {})
-                for bound in (NO_TALK, PLAIN_ZERO3)
+                for bound in (NO_TALK, LEAST_TALK3, PLAIN_ZERO3)
                 for other in (FSDP2, DEEPSPEED3)
             ),
         ),
