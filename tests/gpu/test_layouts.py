@@ -80,6 +80,14 @@ def test_layout_equals_one_gpu(layout: tuple[int, int, int], plain: Plain, tmp_p
     check(plain, tmp_path, Case(tensor, pipeline, devices=tensor * pipeline * data))
 
 
+@pytest.mark.parametrize("layout", [(1, 2, 1), (2, 2, 1), (1, 2, 2)], ids=str)
+def test_zero_bubble_equals_one_gpu(layout: tuple[int, int, int], plain: Plain, tmp_path: Path) -> None:
+    tensor, pipeline, data = layout
+    if math.prod(layout) > torch.cuda.device_count():
+        pytest.skip(f"needs {math.prod(layout)} GPUs")
+    check(plain, tmp_path, Case(tensor, pipeline, devices=tensor * pipeline * data, schedule="zero-bubble"))
+
+
 def test_two_replicas_on_one_gpu_equal_one(plain: Plain, tmp_path: Path) -> None:
     check(plain, tmp_path, Case(1, machines=2))
 

@@ -69,6 +69,7 @@ class Case:
             refuses to have two ranks on one GPU.
         zero: arguments of a `ZeroStrategy`, instead of the sizes above.
         planned: ZeRO stage of a plan for data parallelism that Lightning's own strategy is to run, instead of these.
+        schedule: of the pipeline.
         precision: of the Trainer.
         watch: make every hidden wait inside a step an error.
     """
@@ -79,6 +80,7 @@ class Case:
     machines: int = 1
     zero: dict[str, Any] | None = None
     planned: int | None = None
+    schedule: str = "1f1b"
     precision: Any = "32-true"
     watch: bool = False
 
@@ -98,9 +100,8 @@ class Case:
             return AutoStrategy(memory_gib=8, batch_size=batch, shape=SHAPE, **sizes)
         if self.tensor == 0:
             return "auto"
-        return TensorPipelineStrategy(
-            self.tensor, self.pipeline, micro_batches=4, plan=PLAN, process_group_backend=backend
-        )
+        options: dict[str, Any] = {"schedule": self.schedule, "plan": PLAN, "process_group_backend": backend}
+        return TensorPipelineStrategy(self.tensor, self.pipeline, micro_batches=4, **options)
 
     def loader(self) -> DataLoader[Any]:
         """Global batches of 8 samples, in the same order for every case."""
