@@ -70,8 +70,9 @@ class WeightGradients:
         self._kept: dict[int, dict[nn.Parameter, list[_Factors]]] = {}
         self._micro_batch: int | None = None
         self._is_open = False
+        self._node = _adding_node(self.anchor)
         self._plain: dict[nn.Parameter, bool] = {}
-        """Of the weights of the present step, whether nobody holds the node that adds to their gradient."""
+        """Of weights that were used, whether nobody held the node that adds to their gradient before the step."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightGradients:
         return self
@@ -82,7 +83,7 @@ class WeightGradients:
     @contextmanager
     def opened(self) -> Generator[None, None, None]:
         """Inside, forwards get ready for split backwards."""
-        self._plain.clear()
+        self._plain = {weight: not _is_watched(weight) for weight in self._plain if weight.requires_grad}
         self._is_open = True
         try:
             yield
@@ -94,12 +95,17 @@ class WeightGradients:
         """Where the gradients of weights go that a forward pass uses now; None if not all of them can be put off."""
         if not self._is_open or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
+        if torch._C._are_functorch_transforms_active():  # which differentiate or batch the product themselves
+            return None
         found = [w for w in weights if type(w) is nn.Parameter and w.requires_grad]
         if len(found) < len(weights):
             return None
         for weight in found:
             if weight not in self._plain:
                 self._plain[weight] = not _is_watched(weight)
+            # A hook on the nodes of several tensors waits for all of them, in one and the same backward pass.
+            if not self._plain[weight]:
+                return None
         return tuple(PutOff(self, weight, transposed) for weight in found)
 
     @contextmanager
@@ -112,12 +118,22 @@ class WeightGradients:
             self._micro_batch = None
 
     def _keep(self, weight: nn.Parameter, factors: _Factors) -> None:
-        if self._micro_batch is None:
+        if self._micro_batch is None or not self._is_for_all():
+            what = "inside of the step (torch.autograd.grad or backward)"
+            if self._micro_batch is not None:
+                what = "in the hook backward by torch.autograd.grad, or for some inputs only"
             raise RuntimeError(
-                "a gradient was taken inside of the step (torch.autograd.grad or backward), through a layer whose "
-                "weight's gradient schedule='zero-bubble' puts off; use schedule='1f1b'"
+                f"a gradient was taken {what}, through a layer whose weight's gradient schedule='zero-bubble' puts "
+                "off; use schedule='1f1b'"
             )
         self._kept.setdefault(self._micro_batch, {}).setdefault(weight, []).append(factors)
+
+    def _is_for_all(self) -> bool:
+        """Whether the backward pass that runs now adds to every gradient that it comes to."""
+        try:
+            return torch._C._will_engine_execute_node(self._node)
+        except RuntimeError:  # it only returns gradients
+            return False
 
     @torch.no_grad()
     def compute(self, micro_batch: int) -> None:
@@ -127,15 +143,15 @@ class WeightGradients:
             self._accumulate(weight, [factors.checked() for factors in kept.pop(weight)])
 
     def _accumulate(self, weight: nn.Parameter, factors: list[tuple[Tensor, Tensor]]) -> None:
-        is_plain = self._plain[weight] and not (weight._backward_hooks or weight._post_accumulate_grad_hooks)
+        is_plain = not (weight._backward_hooks or weight._post_accumulate_grad_hooks)
         if is_plain and weight.grad is not None and weight.grad.layout is torch.strided:
             _add_products(weight.grad, factors)
             return
         total = _sum_of_products(factors, weight.dtype)
-        if is_plain and weight.grad is None:
+        if is_plain and weight.grad is None and weight.is_contiguous():
             weight.grad = total
             return
-        # Calls every hook of the weight; those on several tensors count only nodes that are not the root.
+        # Calls every hook of the weight, and lays its gradient out as the weight is.
         torch.autograd.backward(_view_of(weight), total)
 
 
@@ -165,13 +181,13 @@ def _is_watched(weight: nn.Parameter) -> bool:
     return bool(seen)
 
 
-def _adding_node(weight: nn.Parameter) -> Any:
+def _adding_node(weight: Tensor) -> Any:
     grad_fn = _view_of(weight).grad_fn
     assert grad_fn is not None, "the weight requires gradients"
     return grad_fn.next_functions[0][0]
 
 
-def _view_of(weight: nn.Parameter) -> Tensor:
+def _view_of(weight: Tensor) -> Tensor:
     with torch.enable_grad():
         return weight.view_as(weight)
 
@@ -237,6 +253,19 @@ class _SplitLinear(nn.Module):
         if put_off is None:
             return super().forward(input)
         return linear(input, self.weight, self.bias, put_off[0])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles and copies as the layer that it was: the class of this one cannot be imported by name."""
+        reduced = super().__reduce_ex__(protocol)
+        if isinstance(reduced, str):
+            return reduced
+        make, arguments, state, *others = reduced
+        if isinstance(state, dict):
+            state = {name: value for name, value in state.items() if name != STORE}
+        arguments = tuple(type(self).__bases__[1] if part is type(self) else part for part in arguments)
+        # Pickles let the usual maker, copyreg's, have no other class than that of the object itself.
+        make = object.__new__ if make.__name__ == "__newobj__" else make
+        return make, arguments, state, *others
 
 
 class _SplitConv1D(_SplitLinear):

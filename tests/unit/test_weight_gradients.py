@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -43,11 +46,27 @@ class Twice(nn.Module):
         return x + checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
+class Transformed(nn.Module):
+    """Layers inside of functions that torch.func batches, differentiates, or calls with other weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batched, self.moved, self.called = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.vmap(self.batched)(x).tanh()
+        y, tangent = torch.func.jvp(self.moved, (x,), (torch.ones_like(x),))
+        slope = torch.func.grad(lambda z: self.moved(z).square().sum())(x)
+        doubled = {name: 2 * p for name, p in self.called.named_parameters()}
+        return torch.func.functional_call(self.called, doubled, (y + slope,)) + tangent
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "biases": lambda: nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4, bias=False)),
     "Conv1D": lambda: nn.Sequential(Conv1D(6, 4), nn.GELU(), nn.Linear(6, 4)),
     "used twice": lambda: Twice(False),
     "reentrant checkpoint": lambda: Twice(True),
+    "torch.func": Transformed,
     "attention": lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
 }
 
@@ -182,6 +201,53 @@ def test_hooks_see_the_gradient_of_each_micro_batch_once(kind: str) -> None:
     torch.testing.assert_close(found, expected)
 
 
+def test_a_hook_on_several_gradients_sees_all_of_them_at_once() -> None:
+    def run(train: Callable[..., Any], model: nn.Module) -> list[list[Tensor]]:
+        seen: list[list[Tensor]] = []
+        handle = register_multi_grad_hook(
+            list(model.parameters()), lambda found: seen.append([g.clone() for g in found])
+        )
+        train(model, inputs(), 2)
+        handle.remove()
+        return seen
+
+    found, expected = run(split, filled("biases")), run(plainly, filled("biases"))
+    assert len(found) == 6
+    torch.testing.assert_close(found, expected)
+
+
+def test_gradients_lie_in_memory_as_their_weights_do() -> None:
+    """Fused optimizers count on it."""
+    models = []
+    for train in (split, plainly):
+        model = filled("biases")
+        model[0].weight = nn.Parameter(torch.linspace(-1, 1, 24).view(4, 6).t())  # type: ignore[index]
+        train(model, inputs(), 2)
+        models.append(model)
+    found, expected = ([p.grad for p in model.parameters()] for model in models)
+    assert [g.stride() for g in found] == [g.stride() for g in expected]  # type: ignore[union-attr]
+    torch.testing.assert_close(found, expected)
+
+
+def test_pickles_and_copies_are_plain_layers() -> None:
+    model, store = filled("biases"), WeightGradients()
+    split_linears(model, store)
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        assert_plain(pickle.loads(pickle.dumps(model, protocol)), model)
+    assert_plain(copy.deepcopy(model), model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert_plain(torch.load(file, weights_only=False), model)
+
+
+def assert_plain(found: nn.Module, model: nn.Module) -> None:
+    plain = filled("biases")
+    assert [type(m) for m in found.modules()] == [type(m) for m in plain.modules()]
+    assert [set(vars(m)) for m in found.modules()] == [set(vars(m)) for m in plain.modules()]
+    torch.testing.assert_close(found.state_dict(), model.state_dict())
+
+
 def test_frozen_layers_and_evaluation_are_left_alone() -> None:
     model, store = filled("biases"), WeightGradients()
     model[0].requires_grad_(False)  # type: ignore[index]
@@ -217,6 +283,16 @@ def test_what_cannot_be_split_is_refused() -> None:
         torch.autograd.grad(loss_of(model, x), x)
     with store.opened(), store.backward(0), pytest.raises(RuntimeError, match="second derivatives"):
         torch.autograd.grad(loss_of(model, x), x, create_graph=True)
+    for take in (
+        lambda loss: torch.autograd.grad(loss, x),
+        lambda loss: loss.backward(inputs=[x]),
+    ):
+        with (
+            store.opened(),
+            store.backward(0),
+            pytest.raises(RuntimeError, match="taken in the hook backward .*'1f1b'"),
+        ):
+            take(loss_of(model, x))
     data = inputs()[0]
     with store.opened():
         with store.backward(0):
