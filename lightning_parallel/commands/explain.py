@@ -11,7 +11,7 @@ from rich.console import RenderableType
 
 from lightning_parallel.commands.answer import Answer, add_command, count, positive, table, up_to
 from lightning_parallel.pipeline.schedules import SCHEDULE_NAMES, build_schedule
-from lightning_parallel.pipeline.simulate import simulate_equal_stages
+from lightning_parallel.pipeline.simulate import peak_put_off_micro_batches, simulate_equal_stages
 from lightning_parallel.planner.explain import Ring, collectives, ring_all_reduce, split_product, wires, zero_rows
 from lightning_parallel.planner.hardware import Cluster, find_gpu
 from lightning_parallel.planner.job import Candidate, TrainingJob
@@ -57,7 +57,7 @@ def _bubble(arguments: argparse.Namespace) -> Answer:
     schedule = build_schedule(arguments.schedule, arguments.stages, arguments.micro_batches)
     run = simulate_equal_stages(schedule)
     stages, micro_batches = schedule.stages, schedule.micro_batches
-    is_split = schedule.splits_backward
+    is_split, put_off = schedule.splits_backward, list(peak_put_off_micro_batches(schedule))
     over_ideal = sum(run.idle) / sum(run.busy)
     data = {
         "schedule": schedule.name,
@@ -66,6 +66,7 @@ def _bubble(arguments: argparse.Namespace) -> Answer:
         "bubble": run.bubble,
         "bubble_over_ideal": over_ideal,
         "peak_live_micro_batches": list(run.peak_live),
+        "peak_put_off_micro_batches": put_off,
         "grid": run.timeline().splitlines(),
     }
     if arguments.plot is not None:
@@ -79,6 +80,7 @@ def _bubble(arguments: argparse.Namespace) -> Answer:
         run.timeline(),
         f"\nidle: {run.bubble:.1%} of the step{_formulas(stages, micro_batches, over_ideal, is_split)}",
         f"micro-batches whose activations a stage keeps at once: {', '.join(map(str, run.peak_live))}",
+        *([f"and whose W it has put off at most: {', '.join(map(str, put_off))}"] if is_split else []),
     )
     return Answer(data, text)
 

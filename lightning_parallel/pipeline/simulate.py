@@ -22,6 +22,7 @@ __all__ = [
     "Span",
     "check_deadlock",
     "peak_live_micro_batches",
+    "peak_put_off_micro_batches",
     "simulate",
     "simulate_equal_stages",
 ]
@@ -171,6 +172,19 @@ def peak_live_micro_batches(schedule: Schedule) -> tuple[int, ...]:
                 peak[action.stage] = max(peak[action.stage], live[action.stage])
             elif action.kind is Kind.BACKWARD:
                 live[action.stage] -= 1
+    return tuple(peak)
+
+
+def peak_put_off_micro_batches(schedule: Schedule) -> tuple[int, ...]:
+    """Per stage, the largest number of micro-batches between the halves of their backward at one time.
+
+    Zero bubble: s + 1 on stage s, if there is a micro-batch per stage. 0 where no backward is split.
+    """
+    waiting, peak = [0] * schedule.stages, [0] * schedule.stages
+    if schedule.splits_backward:
+        for action in (action for actions in schedule.actions for action in actions):
+            waiting[action.stage] += {Kind.BACKWARD: 1, Kind.WEIGHT: -1}.get(action.kind, 0)
+            peak[action.stage] = max(peak[action.stage], waiting[action.stage])
     return tuple(peak)
 
 

@@ -40,6 +40,14 @@ def test_explain_bubble_prints_the_simulated_schedule(capsys: pytest.CaptureFixt
     assert all(line in text for line in data["grid"])
 
 
+def test_explain_bubble_tells_what_a_split_backward_saves_and_puts_off(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "bubble", "--stages", "4", "--micro-batches", "8", "--schedule", "zero-bubble"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "idle: 11.1% of the step, or 12.5% on top" in text
+    assert "without the split it is (p - 1) / (m + p - 1) = 3/11 = 27.3%" in text
+    assert "keeps at once: 4, 3, 2, 1 and whose W it has put off at most: 1, 2, 3, 4" in text
+
+
 def test_plan_answers_as_data_and_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--layers", "32", "--hidden", "4096", "--heads", "32", "--ffn", "11008", "--vocab", "32000"]
     arguments += ["--gpu", "a100-80gb", "--global-batch", "64", "--tp", "4", "--pp", "2"]

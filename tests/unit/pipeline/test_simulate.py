@@ -18,6 +18,7 @@ from lightning_parallel.pipeline.simulate import (
     DeadlockError,
     check_deadlock,
     peak_live_micro_batches,
+    peak_put_off_micro_batches,
     simulate,
     simulate_equal_stages,
 )
@@ -83,6 +84,14 @@ def test_peak_live_micro_batches() -> None:
         peak = peak_live_micro_batches(build_schedule("gpipe", stages, micro_batches))
         assert peak == (micro_batches,) * stages
     assert simulate(build_schedule("1f1b", 3, 4)).peak_live == (3, 2, 1)
+
+
+def test_peak_put_off_micro_batches() -> None:
+    for stages, micro_batches in GRID:
+        found = peak_put_off_micro_batches(build_schedule("zero-bubble", stages, micro_batches))
+        expected = tuple(stage + 1 if micro_batches >= stages else micro_batches for stage in range(stages))
+        assert found == (expected if stages > 1 else (0,))
+        assert peak_put_off_micro_batches(build_schedule("1f1b", stages, micro_batches)) == (0,) * stages
 
 
 @settings()
