@@ -185,6 +185,9 @@ def _answer(arguments: argparse.Namespace) -> Answer:
         assumed.append("a schedule is given: only pipelines are planned")
     if arguments.price and not arguments.tokens:
         assumed.append("--price tells the cost of a run only with --tokens")
+    for kind, option, known in (("offload", "host-memory", cluster.host_gib), ("nvme", "nvme", cluster.nvme_gib)):
+        if not known and any(plan.host[kind] for plan in result.plans):
+            assumed.append(f"no --{option} is given: whatever is offloaded is taken to find room there")
     data = result_data(result, price=arguments.price, tokens=arguments.tokens)
     data |= {"assumed": assumed, "advice": advice(result)}
     return Answer(data, tuple(plan_text(data)), status=0 if data["plans"] else 1)

@@ -449,6 +449,16 @@ def test_heads_of_their_own_width_are_planned_by_sizes(capsys: pytest.CaptureFix
     assert json.loads(capsys.readouterr().out)["model"]["head_dim"] == 32
 
 
+@pytest.mark.parametrize(("given", "said"), [([], True), (["--host-memory", "256"], False)])
+def test_room_for_what_is_offloaded_is_assumed_aloud(
+    capsys: pytest.CaptureFixture[str], given: list[str], said: bool
+) -> None:
+    assert main(["plan", "--params", "13e9", "--gpu", "rtx-4090", "--gpus-per-node", "1", "--json", *given]) == 0
+    found = json.loads(capsys.readouterr().out)["assumed"]
+    text = "no --host-memory is given: whatever is offloaded is taken to find room there"
+    assert (text in found) == said
+
+
 def test_what_is_faster_and_not_run_here_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--params", "7e9", "--pp", "4", "--global-batch", "64"]) == 0
     text = " ".join(capsys.readouterr().out.split())
