@@ -60,11 +60,7 @@ def faster_elsewhere(job: TrainingJob, fixed: Mapping[str, Any], limit: float) -
     search = _Search(job, fixed, limit)
     search.run()
     found = [
-        Beyond(
-            plan_of(job, split),
-            tuple(not_planned(job, split, fixed).values()),
-            limit / seconds - 1 if limit < inf else None,
-        )
+        Beyond(plan_of(job, split), needs_of(split), limit / seconds - 1 if limit < inf else None)
         for kinds, (seconds, split) in search.best.items()
         if seconds < search.bound(kinds, itself=False)
     ]
