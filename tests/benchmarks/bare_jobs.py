@@ -101,7 +101,7 @@ def least_transfers(run: Run, halves: int = 2) -> list[Tensor]:
 
     def exchanging(ids: Tensor, target: Tensor) -> Tensor:
         works = [
-            _start(operation, part, 1 - run.rank)
+            start(operation, part, 1 - run.rank)
             for _ in range(halves)
             for parts in zip(sent.chunk(4), received.chunk(4), strict=True)
             for operation, part in zip((dist.isend, dist.irecv), parts, strict=True)
@@ -154,65 +154,10 @@ def torch_1f1b(run: Run) -> list[Tensor]:
     return train(run, step)
 
 
-def _start(operation: Callable[..., dist.Work | None], tensor: Tensor | None, peer: int) -> dist.Work:
+def start(operation: Callable[..., dist.Work | None], tensor: Tensor | None, peer: int) -> dist.Work:
     work = operation(tensor, peer)
     assert work is not None, "both ranks are in the group"
     return work
-
-
-def plain_1f1b(run: Run) -> list[Tensor]:
-    """Two stages in a loop of nothing but sends, receives, forward and backward: what 1F1B can take here at best."""
-    start_group()
-    model = GPT(run.sizes, run.rank, run.ranks)
-    optimizer = optimizer_of(model)
-    count = run.micro_batches
-    sizes = run.sizes
-    shape = (sizes.batch // count, sizes.length, sizes.width)
-
-    def first_stage(ids: Tensor) -> Tensor:
-        parts = list(ids.chunk(count))
-        outputs: list[Tensor] = []
-        pending: list[dist.Work] = []
-
-        def forward(part: Tensor) -> None:
-            outputs.append(model(part))
-            pending.append(_start(dist.isend, outputs[-1].detach(), 1))
-
-        forward(parts[0])
-        for i in range(count):
-            gradient = torch.empty(shape)
-            receive = _start(dist.irecv, gradient, 1)
-            if i + 1 < count:
-                forward(parts[i + 1])
-            receive.wait()
-            outputs[i].backward(gradient)
-            outputs[i] = torch.empty(0)
-        for work in pending:
-            work.wait()
-        return torch.tensor(torch.nan)
-
-    def last_stage(target: Tensor) -> Tensor:
-        total = torch.zeros(())
-        buffers = [torch.empty(shape, requires_grad=True) for _ in range(count)]
-        receives = [_start(dist.irecv, buffer.detach(), 0) for buffer in buffers]
-        pending = []
-        for buffer, receive, goal in zip(buffers, receives, target.chunk(count), strict=True):
-            receive.wait()
-            value = loss_of(model(buffer), goal) / count
-            value.backward()
-            total += value.detach()
-            pending.append(_start(dist.isend, buffer.grad, 0))
-        for work in pending:
-            work.wait()
-        return total
-
-    def step(ids: Tensor, target: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        total = first_stage(ids) if run.rank == 0 else last_stage(target)
-        optimizer.step()
-        return total
-
-    return train(run, step)
 
 
 class _FirstOutput(nn.Module):

@@ -83,7 +83,9 @@ DDP = Job("Lightning DDP", "lightning_jobs.ddp")
 ACCUMULATING = Job("one process, micro-batches", "bare_jobs.one_process_accumulating", ranks=1)
 OUR_PIPELINE = Job("tp_pp, pipeline 2", "lightning_jobs.our_pipeline", last_rank_loss=True)
 OUR_ZERO_BUBBLE = Job("tp_pp, pipeline 2, zero bubble", "lightning_jobs.our_zero_bubble", last_rank_loss=True)
-PLAIN_1F1B = Job("1F1B, plain loop", "bare_jobs.plain_1f1b", last_rank_loss=True)
+PLAIN_1F1B = Job("1F1B, plain loop", "pipeline_loops.plain_1f1b", last_rank_loss=True)
+NO_WAIT = Job("stages that never wait", "pipeline_loops.never_waiting", last_rank_loss=True)
+NO_WAIT_SPLIT = Job("never wait, weights apart", "pipeline_loops.never_waiting_split", last_rank_loss=True)
 TORCH_1F1B = Job("torch Schedule1F1B, plain loop", "bare_jobs.torch_1f1b", last_rank_loss=True)
 
 REDUNDANCY = Job("Lightning DDP, ZeroRedundancyOptimizer", "lightning_jobs.ddp_zero_redundancy")
@@ -189,7 +191,7 @@ HEATS = {
     ),
     "pp": Heat(
         "pipeline parallel, 2 processes",
-        (ACCUMULATING, PLAIN_1F1B, OUR_ZERO_BUBBLE, TORCH_1F1B, OUR_PIPELINE),
+        (ACCUMULATING, PLAIN_1F1B, NO_WAIT, OUR_ZERO_BUBBLE, TORCH_1F1B, OUR_PIPELINE, NO_WAIT_SPLIT),
         (
             *_beats(OUR_PIPELINE, TORCH_1F1B, 1.15),
             *_beats(OUR_ZERO_BUBBLE, TORCH_1F1B, 1.15),
@@ -200,6 +202,8 @@ HEATS = {
             Target(PLAIN_1F1B.name, ACCUMULATING.name, "bubble", {}),
             Target(PLAIN_1F1B.name, TORCH_1F1B.name, "faster", {}),
             Target(PLAIN_1F1B.name, TORCH_1F1B.name, "cpu", {}),
+            Target(NO_WAIT.name, TORCH_1F1B.name, "faster", {}),
+            Target(NO_WAIT_SPLIT.name, TORCH_1F1B.name, "faster", {}),
         ),
     ),
     "overhead": Heat(
