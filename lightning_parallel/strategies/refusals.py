@@ -138,9 +138,9 @@ def refuse_module(
 def _refuse_gradients_in_backward(module: LightningModule, layout: ParallelLayout, micro_batches: int) -> None:
     if layout.world_size * micro_batches > 1 and backward_handles_gradients(module):
         raise ValueError(
-            f"{type(module).__name__}.backward reads or changes gradients, which are those of one of {micro_batches} micro-batches and "
-            f"one of {layout.world_size} ranks there, and not complete; do that in on_before_optimizer_step, and leave "
-            "loss.backward() to the hook backward"
+            f"{type(module).__name__}.backward reads or changes gradients, which are those of one of {micro_batches} "
+            f"micro-batches and one of {layout.world_size} ranks there, and not complete; do that in "
+            "on_before_optimizer_step, and leave loss.backward() to the hook backward"
         )
 
 
