@@ -157,8 +157,8 @@ class GradientReducer:
             if bucket.work is not None:
                 raise RuntimeError(
                     f"the gradient of a parameter of shape {tuple(parameter.shape)} arrived twice in one backward "
-                    "pass, after it had been reduced; use torch.utils.checkpoint with use_reentrant=False for modules "
-                    "that share parameters"
+                    "pass, after it had been reduced; leave it at one pass in the hook backward, and use "
+                    "torch.utils.checkpoint with use_reentrant=False for modules that share parameters"
                 )
             return
         bucket.present[place] = True

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.products import as_rows, autocast_dtype, cast_operand, product
 
-__all__ = ["STORE", "PutOff", "WeightGradients", "linear", "refuse_second_derivatives", "split_linears"]
+__all__ = ["STORE", "PutOff", "WeightGradients", "is_watched", "linear", "refuse_second_derivatives", "split_linears"]
 
 STORE = "_weight_gradients"
 """Attribute of the modules whose weights' gradients may be put off."""
@@ -83,7 +83,7 @@ class WeightGradients:
     @contextmanager
     def opened(self) -> Generator[None, None, None]:
         """Inside, forwards get ready for split backwards."""
-        self._plain = {weight: not _is_watched(weight) for weight in self._plain if weight.requires_grad}
+        self._plain = {weight: not is_watched(weight) for weight in self._plain if weight.requires_grad}
         self._is_open = True
         try:
             yield
@@ -102,7 +102,7 @@ class WeightGradients:
             return None
         for weight in found:
             if weight not in self._plain:
-                self._plain[weight] = not _is_watched(weight)
+                self._plain[weight] = not is_watched(weight)
             # A hook on the nodes of several tensors waits for all of them, in one and the same backward pass.
             if not self._plain[weight]:
                 return None
@@ -171,7 +171,7 @@ def _add_products(total: Tensor, factors: list[tuple[Tensor, Tensor]]) -> None:
             total.add_(gradient.t().mm(x))
 
 
-def _is_watched(weight: nn.Parameter) -> bool:
+def is_watched(weight: nn.Parameter) -> bool:
     """Whether anybody holds, and so may have hooked on, the node that adds to the weight's gradient.
 
     It lives as long as somebody does; what is written down on it is gone with it.

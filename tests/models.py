@@ -627,11 +627,51 @@ class Encoder(Task):
 
 
 # ------------------------------------------------------------------------------------------------ which is which
+class TransformedBlock(nn.Module):
+    """Differentiates inside of itself by `torch.func`: by its input, by weights, and forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def value(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+    def by_weights(self, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(self.up, weights, (x,)).square().sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, pull = torch.func.vjp(self.value, x)
+        _, pushed = torch.func.jvp(self.value, (x,), (y,))
+        own = torch.func.grad(self.by_weights)(dict(self.up.named_parameters()), x)["weight"]
+        each = torch.func.vmap(torch.func.grad(lambda v: self.value(v).square().sum()))(x)
+        return x + 0.1 * torch.tanh(pull(y)[0] + pushed + each + F.linear(x, torch.tanh(own)))
+
+
+class TransformedGPT(ListGPT):
+    """Also differentiates what is not in blocks."""
+
+    block = TransformedBlock
+
+    def run(self, x: Tensor, ids: Tensor) -> Tensor:
+        x = super().run(x + torch.func.grad(lambda v: torch.tanh(self.ln(v)).sum())(x), ids)
+        return x + torch.func.grad(lambda v: torch.tanh(self.ln(v)).sum())(x)
+
+
+class TransformedAcrossGPT(ListGPT):
+    """Differentiates what blocks return by what goes into them."""
+
+    def run(self, x: Tensor, ids: Tensor) -> Tensor:
+        y, pull = torch.func.vjp(lambda v: ListGPT.run(self, v, ids), x)
+        return y + pull(y)[0]
+
+
 ACCEPTED: dict[str, Callable[[], Task]] = {
     "sequential": SequentialGPT,
     "list": ListGPT,
     "tied": TiedGPT,
     "force": ForceGPT,
+    "transformed": TransformedGPT,
     "shared blocks": SharedBlocksGPT,
     "bias": BiasedGPT,
     "condition": ConditionedGPT,

@@ -15,6 +15,7 @@ from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.actions import Action, Kind, Schedule, execution_steps
 from lightning_parallel.pipeline.boundary import Boundary, BoundaryLink
 from lightning_parallel.pipeline.cut import StageCut, StageResult
+from lightning_parallel.pipeline.hook_passes import WatchedPasses, refuse_unserved
 from lightning_parallel.weight_gradients import WeightGradients
 
 __all__ = ["PipelineRuntime", "StepCallbacks"]
@@ -26,8 +27,8 @@ class StepCallbacks(Protocol):
     def forward(self, micro_batch: int) -> Any:
         """Runs the user's step on a micro-batch."""
 
-    def backward(self, output: Any, micro_batch: int) -> None:
-        """Starts the backward pass from the step's output, on the last stage."""
+    def backward(self, output: Any, micro_batch: int) -> torch.Tensor:
+        """Starts the backward pass from the step's output, on the last stage; returns the value it started from."""
 
     def before_last_backward(self) -> None:
         """The coming backward, or the second half of one, is the last of this schedule: gradients are complete then."""
@@ -139,7 +140,10 @@ class PipelineRuntime:
     def _backward(self, number: int, callbacks: StepCallbacks, state: _InFlight) -> None:
         if self.is_last:
             output = state.outputs[number]
-            callbacks.backward(output, number)
+            with nullcontext() if self.cut is None else WatchedPasses(self.cut):
+                loss = callbacks.backward(output, number)
+            if number in state.received:
+                refuse_unserved(loss, state.received[number].anchors, self.stage, number)
             state.outputs[number] = _detached(output)
             return
         outputs = state.sent.pop(number).differentiable

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from lightning_parallel.pipeline.boundary import strangers_in
-from lightning_parallel.pipeline.inner_gradients import InnerGradients
+from lightning_parallel.pipeline.inner_gradients import InnerGradients, in_transform
 from lightning_parallel.pipeline.operators import FACTORIES, OneHotByShape, data_read_by, operator_name, written_by
 from lightning_parallel.pipeline.outline import Outline
 from lightning_parallel.pipeline.trace import WRITE, BlockUse, StepTrace
@@ -138,6 +138,12 @@ class _Observer:
 
     def before_block(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         taint, use = self.taint, self.trace.blocks[index]
+        if in_transform((args, kwargs)):
+            raise ValueError(
+                f"the step runs {self.names[index]} inside of torch.func (grad, vjp, jvp, vmap), whose graph spans "
+                "the blocks, of which stages have parts: transform what runs inside of one block, or use "
+                "pipeline_parallel_size=1"
+            )
         if not self.trace.calls:
             self.trace.before |= _split(taint.touched)[0]
         self.trace.calls.append(index)

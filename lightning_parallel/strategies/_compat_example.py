@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from torch.utils._pytree import tree_map
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
-__all__ = ["example_training_batch", "forget_training_data"]
+from lightning_parallel.strategies.kept_streams import KeptStreams, may_go_on
+
+__all__ = ["example_before_resuming", "example_training_batch", "forget_training_data"]
 
 
 def example_training_batch(trainer: Trainer) -> Any:
@@ -29,7 +31,7 @@ def example_training_batch(trainer: Trainer) -> Any:
     prefetched = getattr(fetcher, "batches", [])
     if prefetched:
         return prefetched[0][0]
-    if any(_may_go_on(source) for source in loader.flattened):
+    if any(may_go_on(source) for source in loader.flattened):
         batches: Any = fetcher.iterator
         first = next(batches, None)
         if first is None:
@@ -42,15 +44,51 @@ def example_training_batch(trainer: Trainer) -> Any:
         return tree_map(lambda source: next(iter(source), None), loader.iterables)
 
 
-def forget_training_data(trainer: Trainer) -> None:
-    """Undoes the early set-up, so that a resumed run sets the data up again with the loaded state."""
+def example_before_resuming(trainer: Trainer) -> tuple[Any, bool]:
+    """A batch as above, of data that will be set up again with the loaded state.
+
+    Returns:
+        The batch, and whether the data may begin otherwise when it is set up again, although no state is loaded.
+    """
+    streams, loop, strategy = KeptStreams(), trainer.fit_loop, trainer.strategy
+    process = strategy.process_dataloader
+
+    def process_and_watch(dataloader: Any) -> Any:
+        dataloader = process(dataloader)
+        streams.watch(dataloader)
+        return dataloader
+
+    own = vars(strategy).get("process_dataloader")
+    strategy.process_dataloader = process_and_watch  # type: ignore[method-assign]
+    try:
+        batch = example_training_batch(trainer)
+    finally:
+        if own is None:
+            del strategy.process_dataloader
+        else:
+            strategy.process_dataloader = own  # type: ignore[method-assign]
+    sources = [] if loop._combined_loader is None else loop._combined_loader.flattened
+    goes_on = any(may_go_on(source) and not hasattr(source, "load_state_dict") for source in sources)
+    if not forget_training_data(trainer):
+        return batch, False
+    streams.put_back()
+    return batch, goes_on
+
+
+def forget_training_data(trainer: Trainer) -> bool:
+    """Undoes the early set-up, so that a resumed run sets the data up again with the loaded state.
+
+    Returns:
+        Whether it could: not if a batch would be lost by that.
+    """
     loop = trainer.fit_loop
     if loop._combined_loader is not None and any(_is_used_up(source) for source in loop._combined_loader.flattened):
-        return
+        return False
     if loop._data_fetcher is not None:
         loop._data_fetcher.teardown()
         loop._data_fetcher = None
     loop._combined_loader = None
+    return True
 
 
 def _put_back(first: Any, rest: Any) -> Iterator[Any]:
@@ -62,11 +100,6 @@ def _put_back(first: Any, rest: Any) -> Iterator[Any]:
         except StopIteration:
             return
         yield following
-
-
-def _may_go_on(source: Any) -> bool:
-    """Whether a second iterator over the source may give what follows, and not its first batch again."""
-    return isinstance(source, Iterator) or isinstance(getattr(source, "dataset", None), IterableDataset)
 
 
 def _is_used_up(source: Any) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_parallel.strategies import _compat
-from lightning_parallel.strategies.user_code import codes_of, hooks_of, parts_of
+from lightning_parallel.strategies.user_code import attributes_in, codes_of, hooks_of, names_in, parts_of
 
-__all__ = ["looks_at_gradients", "names_gradients"]
+__all__ = ["backward_handles_gradients", "looks_at_gradients", "names_gradients"]
 
 _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 _MODULE_HOOKS = ("configure_gradient_clipping", "optimizer_zero_grad")
@@ -39,6 +39,19 @@ def looks_at_gradients(trainer: Trainer) -> bool:
         for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             hooks += getattr(optimizer, kind, {}).values()
     return names_gradients(hooks, [*parts_of(module), *callbacks])
+
+
+def backward_handles_gradients(module: LightningModule) -> bool:
+    """Whether a module's own hook `backward` reads, sets or clips gradients, which are not complete there.
+
+    What `torch.autograd.grad` returns are others.
+    """
+    if not is_overridden("backward", module):
+        return False
+    hook, objects = [module.backward], list(parts_of(module))
+    if any(name == "grad" and of not in ("autograd", "func") for of, name in attributes_in(hook, objects)):
+        return True
+    return bool((_READERS - {"grad"}) & names_in(hook, objects))
 
 
 def names_gradients(functions: Iterable[Any], objects: Iterable[Any] = ()) -> bool:

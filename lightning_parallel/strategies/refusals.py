@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_parallel.layout import ParallelLayout
 from lightning_parallel.strategies import _compat
+from lightning_parallel.strategies.gradient_readers import backward_handles_gradients
 from lightning_parallel.strategies.surroundings import SECOND_PACKAGE
 
 __all__ = [
@@ -111,6 +112,7 @@ def refuse_module(
             f"{micro_batches} micro-batches and {layout.data} replicas, on sums that are not complete; change "
             "gradients in on_before_optimizer_step, or use micro_batches=1 and one replica"
         )
+    _refuse_gradients_in_backward(module, layout, micro_batches)
     if layout.pipeline > 1 and not module.automatic_optimization:
         raise ValueError(
             f"{name} uses manual optimization, which works with pipeline_parallel_size=1 only "
@@ -131,6 +133,15 @@ def refuse_module(
                 f"{layout.pipeline} stages or split into {parts} micro-batches; let it take batch and batch_idx, or "
                 "use pipeline_parallel_size=1 and 1 micro-batch"
             )
+
+
+def _refuse_gradients_in_backward(module: LightningModule, layout: ParallelLayout, micro_batches: int) -> None:
+    if layout.world_size * micro_batches > 1 and backward_handles_gradients(module):
+        raise ValueError(
+            f"{type(module).__name__}.backward reads or changes gradients, which are those of one of {micro_batches} "
+            f"micro-batches and one of {layout.world_size} ranks there, and not complete; do that in "
+            "on_before_optimizer_step, and leave loss.backward() to the hook backward"
+        )
 
 
 def refuse_embeddings(module: nn.Module, replicas: int, micro_batches: int) -> None:

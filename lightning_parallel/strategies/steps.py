@@ -61,14 +61,16 @@ class _Walk:
         with self.runner.random_scope(*self.number, micro_batch):
             return self.run(self.parts[micro_batch])
 
-    def backward(self, output: Any, micro_batch: int) -> None:
+    def backward(self, output: Any, micro_batch: int) -> torch.Tensor:
         loss = _loss_of(output)
         if loss is None:
             raise RuntimeError(
                 f"training_step returned {type(output).__name__} without a scalar loss for a micro-batch; return a "
                 "loss every time: skipping a step is not possible when several processes take part in it"
             )
-        self.runner.start_backward(loss * self.scales[micro_batch].to(loss.dtype))
+        loss = loss * self.scales[micro_batch].to(loss.dtype)
+        self.runner.start_backward(loss)
+        return loss
 
     def before_last_backward(self) -> None:
         if self.runner.reduces_now and self.runner.reducer is not None:

@@ -20,7 +20,7 @@ from lightning_parallel.pipeline.batch import split_batch
 from lightning_parallel.pipeline.runtime import PipelineRuntime
 from lightning_parallel.random_streams import StepRandom
 from lightning_parallel.strategies import _compat, metric_states
-from lightning_parallel.strategies._compat_example import example_training_batch, forget_training_data
+from lightning_parallel.strategies._compat_example import example_before_resuming, example_training_batch
 from lightning_parallel.strategies._compat_loops import before_transfer, has_training_data
 from lightning_parallel.strategies.config import (
     LossConfig,
@@ -33,6 +33,7 @@ from lightning_parallel.strategies.config import (
     check_flag,
 )
 from lightning_parallel.strategies.gradient_readers import looks_at_gradients
+from lightning_parallel.strategies.kept_streams import refuse_lost
 from lightning_parallel.strategies.optimizers import (
     KnownOptimizers,
     check_steps,
@@ -184,14 +185,19 @@ class TensorPipelineStrategy(SteppingStrategy):
 
     def _example_batch(self, trainer: Trainer) -> Any:
         """A batch as `training_step` will see it."""
+        batch, goes_on = self._look_at_data(trainer)
+        if goes_on:
+            refuse_lost(batch, self._look_at_data(trainer)[0])
         with self._random_state_kept():
-            batch = example_training_batch(trainer)
             self._replica_data.require_batch(batch)
             batch = before_transfer(trainer, self.precision_plugin.convert_input(batch))
-            batch = self.batch_to_device(batch)
-        if _compat.is_resuming(trainer):
-            forget_training_data(trainer)
-        return batch
+            return self.batch_to_device(batch)
+
+    def _look_at_data(self, trainer: Trainer) -> tuple[Any, bool]:
+        with self._random_state_kept():
+            if _compat.is_resuming(trainer):
+                return example_before_resuming(trainer)
+            return example_training_batch(trainer), False
 
     def trial(self) -> StepTrial:
         """Tries steps on this rank alone, once the module is split."""

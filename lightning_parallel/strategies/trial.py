@@ -144,9 +144,10 @@ class _TrialWalk:
     def forward(self, micro_batch: int) -> Any:
         return _compat.run_without_logging(self.module, self.step)
 
-    def backward(self, output: Any, micro_batch: int) -> None:
-        loss = output["loss"] if isinstance(output, dict) else output
+    def backward(self, output: Any, micro_batch: int) -> torch.Tensor:
+        loss: torch.Tensor = output["loss"] if isinstance(output, dict) else output
         loss.backward()
+        return loss
 
     def before_last_backward(self) -> None:
         """Gradients are not reduced."""

@@ -12,9 +12,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_parallel.strategies import _compat
 
-__all__ = ["codes_of", "hooks_of", "names_in", "parts_of", "set_up_of", "sets_in"]
+__all__ = ["attributes_in", "codes_of", "hooks_of", "names_in", "parts_of", "set_up_of", "sets_in"]
 
 _PACKAGES = frozenset({"torch", "lightning", "lightning_parallel", "lightning_fabric"})
+_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"})
 _STEPS = ("training_step", "optimizer_step", "lr_scheduler_step", "backward", "clip_gradients")
 
 
@@ -53,6 +54,19 @@ def sets_in(functions: Iterable[Any], objects: Iterable[Any] = ()) -> frozenset[
     """Every attribute that this code assigns to, of whatever object."""
     codes = codes_of(functions, objects)
     return frozenset(step.argval for code in codes for step in get_instructions(code) if step.opname == "STORE_ATTR")
+
+
+def attributes_in(functions: Iterable[Any], objects: Iterable[Any] = ()) -> frozenset[tuple[str, str]]:
+    """Every attribute that this code reads or sets, each after the name that it is asked of ("" if that has none)."""
+    found = set()
+    for code in codes_of(functions, objects):
+        before = ""
+        for step in get_instructions(code):
+            name = step.argval if isinstance(step.argval, str) else ""
+            if step.opname in _ATTRIBUTES:
+                found.add((before, name))
+            before = name
+    return frozenset(found)
 
 
 def codes_of(functions: Iterable[Any], objects: Iterable[Any] = ()) -> Iterator[CodeType]:

@@ -27,6 +27,7 @@ from lightning_parallel.tensor_parallel.sequence import split_sequences
 from lightning_parallel.tensor_parallel.shards import shard_tensor
 from lightning_parallel.tensor_parallel.shared_input import SharedInput
 from lightning_parallel.tensor_parallel.snapshot import ModuleSnapshot
+from lightning_parallel.weight_gradients import is_watched
 
 __all__ = ["Undo", "parallelize_module", "shard_parameters", "split_parameters"]
 
@@ -158,7 +159,8 @@ def shard_parameters(
         keep: whether this process runs the module of that name; a parameter none of whose modules is kept stays whole.
 
     Raises:
-        ValueError: a parameter is not whole, or has a gradient already; nothing is changed then.
+        ValueError: a parameter is not whole, has a gradient already, or a hook waits for its whole gradient in a
+            graph; nothing is changed then.
     """
     split = split_parameters(model, tags, keep)
     for parameter, tag in split:
@@ -168,6 +170,13 @@ def shard_parameters(
             )
         if parameter.grad is not None:
             raise ValueError(f"parameter {tag.name!r} has a gradient already; set it to None before it is split")
+        if parameter.requires_grad and is_watched(parameter):
+            raise ValueError(
+                f"parameter {tag.name!r} is split, but somebody holds the node of the graph that adds to its whole "
+                f"gradient of shape {tag.shape} (torch.autograd.graph.register_multi_grad_hook, or a graph that was "
+                f"kept); use register_hook, which sees this rank's part, or keep its layer whole with the style "
+                f"'replicate'"
+            )
     for parameter, tag in split:
         assert tag.shard is not None, "only such parameters are split"
         parameter.data = shard_tensor(parameter.data, tag.shard, tensor_rank)

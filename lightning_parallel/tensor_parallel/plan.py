@@ -77,10 +77,35 @@ def resolve_plan(
         sequence_dim=sequence_dim,
         blocks=tuple(blocks) if sequence_parallel else (),
     )
+    _refuse_shared_layers(model, result)
     if sequence_parallel:
         check_sequence_parallel(model, result)
     result.tags(model)
     return result
+
+
+def _refuse_shared_layers(model: nn.Module, plan: TensorPlan) -> None:
+    """The layers of a split pair hand each other parts, which other modules that hold one of them would not know of.
+
+    Raises:
+        ValueError: a layer of a pair is also in a module that does not hold the whole pair.
+    """
+    aliases: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        aliases.setdefault(id(module), []).append(name)
+    for region in plan.regions:
+        holder = model.get_submodule(region.name)
+        for layer in (*region.columns, region.row):
+            inside = layer[len(region.name) :]
+            for alias in aliases[id(model.get_submodule(layer))]:
+                around = alias.removesuffix(inside) if alias.endswith(inside) else None
+                if region.name and (around is None or model.get_submodule(around) is not holder):
+                    raise ValueError(
+                        f"{layer} is also {alias}, in a module that does not share the other layers that it is split "
+                        f"with over tensor_parallel_size={plan.tensor_parallel_size}; give each module a layer of its "
+                        f"own, which may share the weight (b.weight = a.weight), or keep {layer!r} and the layers "
+                        f"beside it whole with the style 'replicate'"
+                    )
 
 
 def refuse_parts(model: nn.Module) -> None:

@@ -104,7 +104,8 @@ class TensorPlan:
         """One tag per parameter of the full, uncut model, by its first name in ``named_parameters()``.
 
         Raises:
-            ValueError: two names of one tied parameter ask for different splits.
+            ValueError: two names of one tied parameter ask for different splits, or ranks would hold part of the
+                gradient for one of them, and all of it for another.
         """
         specs = {(id(model.get_submodule(rule.name)), leaf): spec for rule in self.rules for leaf, spec in rule.shards}
         partial = self._partial(model)
@@ -122,12 +123,27 @@ class TensorPlan:
                     f"{name!r} and {odd!r} are one tied weight, but the plan does not split it in the same way for "
                     f"both; use 'vocab' for the embedding together with 'colwise_gather' for the head"
                 )
-            split_gradient = spec is None and any(alias in partial for alias in found)
+            split_gradient = spec is None and self._has_partial_gradient(model, list(found), partial)
             tags[name] = ParameterTag(name, tuple(parameter.shape), spec, partial_gradient=split_gradient)
         return tags
 
-    def _partial(self, model: nn.Module) -> set[str]:
-        """Names of whole parameters of which each tensor rank holds only part of the gradient."""
+    def _has_partial_gradient(self, model: nn.Module, names: list[str], partial: set[tuple[int, str]]) -> bool:
+        """Whether each tensor rank holds part of the gradient of a whole parameter, which has several names if tied."""
+        parts = [_place(model, name) in partial for name in names]
+        if self.sequence_parallel and any(parts):  # a module of a block may also run outside
+            blocks = {id(model.get_submodule(block)) for block in self.blocks}
+            parts = [part and _is_within(model, name, blocks) for name, part in zip(names, parts, strict=True)]
+        if any(parts) and not all(parts):
+            part, whole = names[parts.index(True)], names[parts.index(False)]
+            raise ValueError(
+                f"{part!r} and {whole!r} are one parameter, but each of {self.tensor_parallel_size} tensor ranks would "
+                f"have part of its gradient from the one and all of it from the other; give {whole!r} a parameter of "
+                "its own, or use sequence_parallel=False"
+            )
+        return any(parts)
+
+    def _partial(self, model: nn.Module) -> set[tuple[int, str]]:
+        """Places of whole parameters of which each tensor rank holds only part of the gradient."""
         partial = {name for region in self.regions for name in region.partial}
         for rule in self.rules:
             if rule.partial:
@@ -137,10 +153,12 @@ class TensorPlan:
             for block in self.blocks:
                 module = model.get_submodule(block)
                 partial.update(f"{block}.{leaf}" for leaf, _ in module.named_parameters(remove_duplicate=False))
+        places = {_place(model, name) for name in partial}
+        if self.sequence_parallel:
             # A row layer's backward gathers the gradient of all tokens, for its weight: its bias gets all of it too.
             rows = [rule.name for rule in self.rules if rule.style in {"rowwise", "attention_output"}]
-            partial.difference_update(f"{name}.bias" for name in rows)
-        return partial
+            places.difference_update(_place(model, f"{name}.bias") for name in rows)
+        return places
 
     def describe(self, model: nn.Module | None = None) -> tuple[tuple[str, str, str], ...]:
         """Rows (layers, style, split) of a table; layers that differ only in a number share a row.
@@ -181,6 +199,16 @@ def is_conv1d(module: nn.Module) -> bool:
 def _place(model: nn.Module, name: str) -> tuple[int, str]:
     parent, _, leaf = name.rpartition(".")
     return id(model.get_submodule(parent)), leaf
+
+
+def _is_within(model: nn.Module, name: str, holders: set[int]) -> bool:
+    """Whether a parameter's name leads through one of some modules, given by id."""
+    module: nn.Module = model
+    for part in name.split(".")[:-1]:
+        module = getattr(module, part)
+        if id(module) in holders:
+            return True
+    return False
 
 
 def _row_name(name: str) -> str:

@@ -87,8 +87,8 @@ def split_sequences(
         if keep(region.row):
             gathering.update(dict.fromkeys(region.columns if own_gather(model, region.name) else (region.name,)))
     for name in gathering:
-        handle = model.get_submodule(name).register_forward_pre_hook(hooks.enter_region, with_kwargs=True)
-        undo(handle.remove)
+        gather = partial(hooks.enter_region, name)
+        undo(model.get_submodule(name).register_forward_pre_hook(gather, with_kwargs=True).remove)
 
 
 def _runs_here(model: nn.Module, block: str, keep: Callable[[str], bool]) -> bool:
@@ -106,16 +106,19 @@ class _Hooks:
         self.group = group
         self.dim = dim
         self.regions = regions
+        self._dims, self._length = 0, 0  # dimensions of the stream, and tokens of this rank's slice of it
 
     def enter_block(
         self, first: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Scatter the stream before the first block; sum the gradients of everything else that enters a block."""
         stream = _first_tensor(args, kwargs)
+        own = self._scatter(stream) if first else stream
+        self._dims, self._length = own.dim(), own.shape[self.dim]
 
         def changed(value: Any) -> Any:
             if value is stream:
-                return self._scatter(stream) if first else stream
+                return own
             wants = isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
             return mappings.copy_to_group(value, self.group) if wants else value
 
@@ -134,10 +137,21 @@ class _Hooks:
         return whole if isinstance(output, Tensor) else (whole, *output[1:])
 
     def enter_region(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Gather the tokens that a region computes on; backward leaves each rank the sum for its own."""
+        """Gather the tokens that a region computes on; backward leaves each rank the sum for its own.
+
+        Raises:
+            ValueError: it is given something else than this rank's slice of the tokens.
+        """
         stream = _first_tensor(args, kwargs)
+        if stream.dim() != self._dims or stream.shape[self.dim] != self._length:
+            raise ValueError(
+                f"{name} was given a tensor of shape {tuple(stream.shape)} instead of the {self._length} tokens along "
+                f"dimension {self.dim} of {self._dims} that each of {comm.group_size(self.group)} tensor ranks has "
+                f"under sequence_parallel (does its block flatten or choose tokens, as routers of experts do?); use "
+                f"sequence_parallel=False, or keep the layers of {name} whole with the style 'replicate'"
+            )
         whole = mappings.gather_sequence(stream, self.group, self.dim)
 
         def changed(value: Any) -> Any:

@@ -66,8 +66,10 @@ class CutModel:
         with self.random.scope(micro_batch):
             return self.task.step(self.batches[micro_batch])
 
-    def backward(self, output: Any, micro_batch: int) -> None:
-        (output / len(self.batches)).backward()
+    def backward(self, output: Any, micro_batch: int) -> Tensor:
+        loss: Tensor = output / len(self.batches)
+        loss.backward()
+        return loss
 
     def before_last_backward(self) -> None:
         self.calls.append("last")

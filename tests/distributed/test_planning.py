@@ -97,6 +97,16 @@ def test_parameters_tied_between_blocks_live_on_both_stages() -> None:
     }
 
 
+def test_a_transform_of_several_blocks_is_refused() -> None:
+    task = models.TransformedAcrossGPT()
+    models.fill(task)
+    for run in ((task,), (task, reading)):
+        with pytest.raises(
+            ValueError, match=r"the step runs blocks\.0 inside of torch.func .*pipeline_parallel_size=1"
+        ):
+            observe(*run)
+
+
 @pytest.mark.parametrize("name", models.REFUSED)
 def test_own_models_are_refused(name: str) -> None:
     _, reason = models.REFUSED[name]

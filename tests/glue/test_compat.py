@@ -10,7 +10,9 @@ import copy
 import operator
 import random
 import signal
+import tempfile
 import types
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -371,10 +373,13 @@ class Peek(Callback):
         self.once = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.batch = _compat_example.example_training_batch(trainer)
-        if self.forget:
-            _compat_example.forget_training_data(trainer)
+        if not self.forget:
+            self.batch = _compat_example.example_training_batch(trainer)
+            return
+        for _ in range(1 if self.once else 2):
+            self.batch, _ = _compat_example.example_before_resuming(trainer)
             assert (trainer.fit_loop._combined_loader is None) == (not self.once)
+        assert "process_dataloader" not in vars(trainer.strategy)
 
 
 class Collecting(Model):
@@ -419,6 +424,54 @@ class SizedStream(Stream):
         return self.rest
 
 
+class GoesOn(IterableDataset[torch.Tensor]):
+    """Twelve samples, of which an iterator gives what others have left; keeps its place in one of several ways."""
+
+    def __init__(self, how: str, folder: Path) -> None:
+        self.how, self.place, self.waiting = how, 0, deque(range(12))
+        self.numbers = (number for number in range(12))
+        (folder / "numbers").write_text("".join(f"{number}\n" for number in range(12)))
+        self.file = (folder / "numbers").open()
+
+    def __iter__(self) -> Any:
+        for number in getattr(self, f"from_{self.how}")():
+            yield torch.tensor([float(number), 1.0])
+
+    def from_place(self) -> Any:
+        while self.place < 12:
+            self.place += 1
+            yield self.place - 1
+
+    def from_queue(self) -> Any:
+        while self.waiting:
+            yield self.waiting.popleft()
+
+    def from_generator(self) -> Any:
+        yield from self.numbers
+
+    def from_file(self) -> Any:
+        for line in self.file:  # noqa: UP028 - which leaves the file open
+            yield line
+
+    def from_attribute(self) -> Any:
+        if not hasattr(self, "made"):
+            self.made = iter(range(12))
+        yield from self.made
+
+
+class SizedGoesOn(GoesOn):
+    def __len__(self) -> int:
+        return 6
+
+
+WAYS = ("place", "queue", "generator", "file", "attribute")
+
+
+def going_on(size: str, how: str) -> DataLoader[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return DataLoader((SizedGoesOn if size == "sized" else GoesOn)(how, Path(folder)), 2)
+
+
 class Shuffled(Sampler[int]):
     """A sampler with a generator of its own."""
 
@@ -455,14 +508,12 @@ DATA: dict[str, Callable[[], Any]] = {
     "its own iterator": ItsOwnIterator,
     "iterator": lambda: iter(loader()),
     "sized stream": lambda: DataLoader(SizedStream(), 2),
+    **{f"{size} {how} stream": partial(going_on, size, how) for size in ("sized", "endless") for how in WAYS},
 }
 
 
-PEEKS = [(kind, forget) for kind in DATA for forget in (False, True)]
-PEEKS.remove(("sized stream", True))  # a resumed plain run does not know where it goes on either
-
-
-@pytest.mark.parametrize(("kind", "forget"), PEEKS)
+@pytest.mark.parametrize("forget", [False, True])
+@pytest.mark.parametrize("kind", list(DATA))
 def test_an_example_batch_is_not_consumed(kind: str, forget: bool) -> None:
     """Both epochs see what they would see if nobody had looked."""
     peek, model, alone = Peek(forget), Collecting(), Collecting()

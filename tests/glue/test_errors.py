@@ -202,6 +202,31 @@ class ByHand(Classifier):
         return super().loss(batch) + self.up(batch["x"]).mean()
 
 
+class Waits(Classifier):
+    """Hooks on the whole gradients of layers that are split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weights = [block.fc.weight for block in self.net.blocks]  # type: ignore[union-attr]
+        self.handle = torch.autograd.graph.register_multi_grad_hook(weights, lambda gradients: None)  # type: ignore[arg-type]
+
+
+class SharedColumn(GPT):
+    """The first layer of two pairs is one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].mlp.fc1 = self.layers[0].mlp.fc1  # type: ignore[union-attr]
+
+
+class TiedNorm(GPT):
+    """The last norm is that of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln = self.layers[0].ln1  # type: ignore[assignment]
+
+
 class Manual(Classifier):
     def __init__(self) -> None:
         super().__init__()
@@ -317,6 +342,26 @@ TENSOR: dict[str, Case] = {
         "up is a ColumnParallelLinear that holds 8 of 16 along dimension 0 already; make it a plain layer and name it "
         "in plan=..., which splits it",
     ),
+    "waiting hook": (
+        Waits,
+        {},
+        "parameter 'net.blocks.0.fc.weight' is split, but somebody holds the node of the graph that adds to its whole "
+        "gradient of shape (16, 8) (torch.autograd.graph.register_multi_grad_hook, or a graph that was kept); use "
+        "register_hook, ",
+    ),
+    "shared column": (
+        SharedColumn,
+        {"plan": "auto"},
+        "layers.0.mlp.fc1 is also layers.1.mlp.fc1, in a module that does not share the other layers that it is split "
+        "with over tensor_parallel_size=2; give each module a layer of its own, which may share the weight ",
+    ),
+    "tied norm": (
+        TiedNorm,
+        {"plan": "auto", "sequence_parallel": True},
+        "'layers.0.ln1.weight' and 'ln.weight' are one parameter, but each of 2 tensor ranks would have part of its "
+        "gradient from the one and all of it from the other; give 'ln.weight' a parameter of its own, or use "
+        "sequence_parallel=False",
+    ),
     "pattern": (Classifier, {"plan": {"net.fc": "colwise"}}, "plan pattern 'net.fc' matches no module; close names: "),
     "blocks that nothing uses": (
         Classifier,
@@ -358,7 +403,7 @@ def refusals_worker(rank: int, world_size: int, layout: Layout) -> dict[str, str
     found = {}
     for name, (module, options, _) in GROUPS[layout].items():
         kind, arguments = module if isinstance(module, tuple) else (module, {})
-        data: Dataset[Any] = Tokens(8) if kind is GPT else Samples(1 if name == "few" else 8)
+        data: Dataset[Any] = Tokens(8) if issubclass(kind, GPT) else Samples(1 if name == "few" else 8)
         try:
             Site(layout, rank, options).trainer().fit(kind(**arguments), DataLoader(data, batch_size=4))
             found[name] = "trained"

@@ -261,7 +261,7 @@ class _Callbacks:
     def forward(self, micro_batch: int) -> Any:
         return randn(3, 4)
 
-    def backward(self, output: Any, micro_batch: int) -> None:
+    def backward(self, output: Any, micro_batch: int) -> torch.Tensor:
         raise AssertionError("only the last stage starts a backward pass")
 
     def before_last_backward(self) -> None:

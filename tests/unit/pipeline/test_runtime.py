@@ -22,9 +22,10 @@ class Calls:
         self.seen.append(f"F{micro_batch}")
         return torch.ones((), requires_grad=True) * 2
 
-    def backward(self, output: Any, micro_batch: int) -> None:
+    def backward(self, output: Any, micro_batch: int) -> torch.Tensor:
         self.seen.append(f"B{micro_batch}")
         output.backward()
+        return output  # type: ignore[no-any-return]
 
     def before_last_backward(self) -> None:
         self.seen.append("last")
