@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_parallel.strategies.deepspeed_engines import end_engine, is_engine
 from lightning_parallel.strategies.fsdp_units import is_wrapped, unwrap
 from lightning_parallel.strategies.lacking import refuse_monitors, what_lacks
-from lightning_parallel.strategies.left_apart import AFTER_AN_EXCEPTION, mark_left_apart, refuse_left_apart
+from lightning_parallel.strategies.left_apart import (
+    AFTER_AN_EXCEPTION,
+    BetweenRuns,
+    mark_left_apart,
+    refuse_left_apart,
+)
 
 __all__ = ["SUCCEEDING", "lightning_name"]
 
@@ -43,14 +50,44 @@ class SucceedingDDP(_Succeeding, DDPStrategy):
 
 
 class SucceedingDeepSpeed(_Succeeding, DeepSpeedStrategy):
+    """Its engine stays with the module after a run, and makes the checkpoints; a later run begins without."""
+
     runtime = "deepspeed"
+    _guard: BetweenRuns | None = None
+
+    def connect(self, model: LightningModule) -> None:
+        """Ends the engine of an earlier run, whose hooks would also take the gradients of this one."""
+        if is_engine(self.model):
+            end_engine(self.model)
+        if self._guard is not None:
+            self._guard.end()
+            self._guard = None
+        refuse_left_apart(model)
+        super().connect(model)
+
+    def teardown(self) -> None:
+        """From now on the module's own state, of ZeRO stage 3 that of shards, is not given out."""
+        module = self.lightning_module
+        if module is not None and self._guard is None and is_engine(self.model):
+            self._guard = BetweenRuns(module, _left(module, "DeepSpeed"), calls=False)
+        super().teardown()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """As ever, also between runs."""
+        with _lifted(self._guard):
+            return super().lightning_module_state_dict()
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """As ever, also between runs."""
+        with _lifted(self._guard):
+            super().save_checkpoint(*args, **kwargs)
 
 
 class SucceedingFSDP(_Succeeding, FSDPStrategy):
     """Its units stay in the module after a run, of which checkpoints are made; a later run begins with a whole one."""
 
     runtime = "fsdp"
-    _guard: Any = None
+    _guard: BetweenRuns | None = None
     _failed = False
 
     def connect(self, model: LightningModule) -> None:
@@ -59,12 +96,12 @@ class SucceedingFSDP(_Succeeding, FSDPStrategy):
         Raises:
             RuntimeError: a run with this module ended with an exception.
         """
-        refuse_left_apart(model)
         if self._has_units and not self._failed:
             unwrap(self.model)
         if self._guard is not None:
-            self._guard.remove()
+            self._guard.end()
         self._guard, self._failed = None, False
+        refuse_left_apart(model)
         super().connect(model)
 
     @property
@@ -77,22 +114,31 @@ class SucceedingFSDP(_Succeeding, FSDPStrategy):
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        """From now on the module's own state is that of shards, and not given out."""
+        """From now on the module holds shards, which neither compute nor are given out."""
         module = self.lightning_module
         if module is not None and self._has_units:
             if self._failed:
                 mark_left_apart(module, AFTER_AN_EXCEPTION)
             elif self._guard is None:
-                self._guard = module.register_state_dict_pre_hook(_refuse_shards)
+                self._guard = BetweenRuns(module, _left(module, "FSDP"), calls=True)
         super().teardown()
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """As ever, also between runs."""
+        with _lifted(self._guard):
+            return super().lightning_module_state_dict()
 
-def _refuse_shards(module: LightningModule, prefix: str, keep_vars: bool) -> None:
-    if not prefix:  # FSDP's wrapper around the module asks with one
-        raise RuntimeError(
-            f"FSDP left shards of the trained weights in {type(module).__name__}; save with Trainer.save_checkpoint or "
-            "ModelCheckpoint, or train with AutoStrategy(runtime='lightning_parallel'), after which they are whole"
-        )
+
+def _left(module: LightningModule, name: str) -> str:
+    return (
+        f"{name} left shards of the trained weights in {type(module).__name__}; go on with the same Trainer, save with "
+        "Trainer.save_checkpoint or ModelCheckpoint, or train with AutoStrategy(runtime='lightning_parallel'), after "
+        "which they are whole"
+    )
+
+
+def _lifted(guard: BetweenRuns | None) -> AbstractContextManager[None]:
+    return nullcontext() if guard is None else guard.lifted()
 
 
 SUCCEEDING: dict[str, type[Strategy]] = {

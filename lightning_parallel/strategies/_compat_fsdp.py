@@ -1,0 +1,14 @@
+"""Glue: private names of torch's FSDP, by which a module that it wrapped once can be wrapped again."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.fsdp._common_utils import FSDP_FLATTENED
+
+__all__ = ["forget_units"]
+
+
+def forget_units(parameter: nn.Parameter) -> None:
+    """Lets a parameter that left its unit become part of another: one that FSDP knows, it would neither shard nor sum."""
+    if hasattr(parameter, FSDP_FLATTENED):
+        delattr(parameter, FSDP_FLATTENED)
