@@ -49,64 +49,25 @@ class SucceedingDDP(_Succeeding, DDPStrategy):
     runtime = "ddp"
 
 
-class SucceedingDeepSpeed(_Succeeding, DeepSpeedStrategy):
-    """Its engine stays with the module after a run, and makes the checkpoints; a later run begins without."""
+class _Sharding(_Succeeding):
+    """Leaves weights in parts, of which it makes checkpoints between runs, too; its next run begins without them."""
 
-    runtime = "deepspeed"
-    _guard: BetweenRuns | None = None
-
-    def connect(self, model: LightningModule) -> None:
-        """Ends the engine of an earlier run, whose hooks would also take the gradients of this one."""
-        if is_engine(self.model):
-            end_engine(self.model)
-        if self._guard is not None:
-            self._guard.end()
-            self._guard = None
-        refuse_left_apart(model)
-        super().connect(model)
-
-    def teardown(self) -> None:
-        """From now on the module's own state, of ZeRO stage 3 that of shards, is not given out."""
-        module = self.lightning_module
-        if module is not None and self._guard is None and is_engine(self.model):
-            self._guard = BetweenRuns(module, _left(module, "DeepSpeed"), calls=False)
-        super().teardown()
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """As ever, also between runs."""
-        with _lifted(self._guard):
-            return super().lightning_module_state_dict()
-
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """As ever, also between runs."""
-        with _lifted(self._guard):
-            super().save_checkpoint(*args, **kwargs)
-
-
-class SucceedingFSDP(_Succeeding, FSDPStrategy):
-    """Its units stay in the module after a run, of which checkpoints are made; a later run begins with a whole one."""
-
-    runtime = "fsdp"
     _guard: BetweenRuns | None = None
     _failed = False
 
     def connect(self, model: LightningModule) -> None:
-        """Takes units of an earlier run out. Collective over the world.
+        """Takes off a module what the last run left in it. Collective over the world.
 
         Raises:
-            RuntimeError: a run with this module ended with an exception.
+            RuntimeError: a run with this module ended with an exception, or another trainer holds its parts.
         """
-        if self._has_units and not self._failed:
-            unwrap(self.model)
+        if not self._failed:
+            self._release()
         if self._guard is not None:
             self._guard.end()
         self._guard, self._failed = None, False
         refuse_left_apart(model)
         super().connect(model)
-
-    @property
-    def _has_units(self) -> bool:
-        return is_wrapped(self.model)
 
     def on_exception(self, exception: BaseException) -> None:
         """Nothing collective may follow."""
@@ -114,31 +75,82 @@ class SucceedingFSDP(_Succeeding, FSDPStrategy):
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        """From now on the module holds shards, which neither compute nor are given out."""
+        """From now on the module's own state, that of shards, is not given out."""
         module = self.lightning_module
-        if module is not None and self._has_units:
+        if module is not None and self._leaves_shards():
             if self._failed:
                 mark_left_apart(module, AFTER_AN_EXCEPTION)
             elif self._guard is None:
-                self._guard = BetweenRuns(module, _left(module, "FSDP"), calls=True)
+                self._guard = self._guarded(module)
         super().teardown()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """As ever, also between runs."""
-        with _lifted(self._guard):
+        with self._lifted():
             return super().lightning_module_state_dict()
 
+    def _leaves_shards(self) -> bool:
+        raise NotImplementedError
 
-def _left(module: LightningModule, name: str) -> str:
+    def _release(self) -> None:
+        raise NotImplementedError
+
+    def _guarded(self, module: LightningModule) -> BetweenRuns:
+        raise NotImplementedError
+
+    def _lifted(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._guard is None else self._guard.lifted()
+
+
+class SucceedingDeepSpeed(_Sharding, DeepSpeedStrategy):
+    """Up to ZeRO stage 2 the module is whole, and plain after a run; of stage 3 its engine computes with shards."""
+
+    runtime = "deepspeed"
+
+    def teardown(self) -> None:
+        """Leaves a plain module, or one that its next run makes a new engine of."""
+        if is_engine(self.model) and not self.zero_stage_3:
+            end_engine(self.model)
+        super().teardown()
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """As ever, also between runs."""
+        with self._lifted():
+            super().save_checkpoint(*args, **kwargs)
+
+    def _leaves_shards(self) -> bool:
+        return is_engine(self.model) and self.zero_stage_3
+
+    def _release(self) -> None:
+        if self._leaves_shards():
+            end_engine(self.model)
+
+    def _guarded(self, module: LightningModule) -> BetweenRuns:
+        return BetweenRuns(module, _left("DeepSpeed", module), calls=False)
+
+
+class SucceedingFSDP(_Sharding, FSDPStrategy):
+    """Its units stay in the module after a run."""
+
+    runtime = "fsdp"
+
+    def _leaves_shards(self) -> bool:
+        return is_wrapped(self.model)
+
+    def _release(self) -> None:
+        if self._leaves_shards():
+            unwrap(self.model)
+
+    def _guarded(self, module: LightningModule) -> BetweenRuns:
+        return BetweenRuns(module, _left("FSDP", module), calls=True)
+
+
+def _left(name: str, module: LightningModule) -> str:
     return (
         f"{name} left shards of the trained weights in {type(module).__name__}; go on with the same Trainer, save with "
         "Trainer.save_checkpoint or ModelCheckpoint, or train with AutoStrategy(runtime='lightning_parallel'), after "
         "which they are whole"
     )
-
-
-def _lifted(guard: BetweenRuns | None) -> AbstractContextManager[None]:
-    return nullcontext() if guard is None else guard.lifted()
 
 
 SUCCEEDING: dict[str, type[Strategy]] = {
