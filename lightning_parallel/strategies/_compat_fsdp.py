@@ -9,6 +9,6 @@ __all__ = ["forget_units"]
 
 
 def forget_units(parameter: nn.Parameter) -> None:
-    """Lets a parameter that left its unit become part of another: one that FSDP knows, it would neither shard nor sum."""
+    """Lets a parameter that left its unit be put into another: what FSDP takes to be in one is not sharded again."""
     if hasattr(parameter, FSDP_FLATTENED):
         delattr(parameter, FSDP_FLATTENED)

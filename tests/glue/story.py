@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 from torch.nn import functional as F
 
+from lightning_parallel.planner.model_shape import ModelShape
 from tests.glue.oracle import Site
 from tests.glue.training import GPT, Tokens
 
 EPOCHS, BATCH = 2, 8
+SHAPE = ModelShape(layers=8, hidden=1024, heads=2, ffn=4096, vocab=1000, seq=8)
+"""100 million parameters, not the module's: what is planned for them needs no larger module to run."""
+TIGHT = 3.0
+"""GiB of a GPU that holds their training on up to two only if states are in host memory."""
 Weights = Callable[[str], dict[str, torch.Tensor]]
 """Whole weights of a checkpoint."""
 
@@ -30,6 +38,50 @@ class Model(GPT):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
+class Adam(Model):
+    """Takes steps that its states in host memory take, of ranks that have such, and torch's."""
+
+    offloads = False
+
+    def configure_optimizers(self) -> Any:
+        options: Any = {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.01}
+        if self.offloads:
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(self.parameters(), **options)
+        else:
+            optimizer = torch.optim.AdamW(self.parameters(), **options)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class OffloadedAdam(Adam):
+    offloads = True
+
+
+def of_file(path: str) -> dict[str, torch.Tensor]:
+    """Weights of a checkpoint as plain Trainers and FSDP write it."""
+    return torch.load(path, map_location="cpu", weights_only=False)["state_dict"]
+
+
+def of_folder(path: str) -> dict[str, torch.Tensor]:
+    """By Lightning's own tool, in the order of the module."""
+    out = f"whole-of-{os.getpid()}.ckpt"
+    convert_zero_checkpoint_to_fp32_state_dict(path, out)
+    found = of_file(out)
+    return {name: found[name] for name in Model().state_dict()}
+
+
+def in_folder(folder: Path, run: Callable[[], Any]) -> Any:
+    """Runs in a folder that is made if need be."""
+    before = os.getcwd()
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chdir(folder)
+    try:
+        return run()
+    finally:
+        os.chdir(before)
+
+
 class Seen(Callback):
     """Means over ranks of losses and of what each rank logged, learning rates and validations since it was asked."""
 
@@ -41,7 +93,7 @@ class Seen(Callback):
         own = float(trainer.callback_metrics["loss"])
         self.own.append(own)
         self._add("loss", trainer.strategy.reduce(outputs["loss"].detach().clone(), reduce_op="mean"))
-        self._add("logged", trainer.strategy.reduce(torch.tensor(own), reduce_op="mean"))
+        self._add("logged", trainer.strategy.reduce(outputs["loss"].new_tensor(own), reduce_op="mean"))
         self._add("rate", trainer.optimizers[0].param_groups[0]["lr"])
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,23 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
-from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 
 from tests.glue.on_gpus import HandedOver, NumberedCPUs, deepspeed_on_cpus, fsdp_on_cpus
 from tests.glue.oracle import Site, assert_same
-from tests.glue.story import BATCH, EPOCHS, Fails, Model, Seen, story
+from tests.glue.story import (
+    BATCH,
+    EPOCHS,
+    TIGHT,
+    Adam,
+    Fails,
+    Model,
+    OffloadedAdam,
+    Seen,
+    in_folder,
+    of_file,
+    of_folder,
+    story,
+)
 from tests.glue.training import Tokens
 from tests.harness import Ranks
 
@@ -25,48 +36,6 @@ CLIPPED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.02, "gradient_cl
 FSDP: list[Case] = [(2, {}), (3, CLIPPED), (2, {"precision": "bf16-mixed"}), (3, {"precision": "bf16-mixed"})]
 SCALED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
 DEEPSPEED: list[Case] = [(2, {}), (3, SCALED)]
-
-
-class Adam(Model):
-    """Takes steps that its states in host memory take, of ranks that have such, and torch's."""
-
-    offloads = False
-
-    def configure_optimizers(self) -> Any:
-        options: Any = {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.01}
-        if self.offloads:
-            from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-            optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(self.parameters(), **options)
-        else:
-            optimizer = torch.optim.AdamW(self.parameters(), **options)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
-
-
-class OffloadedAdam(Adam):
-    offloads = True
-
-
-def of_file(path: str) -> dict[str, torch.Tensor]:
-    return torch.load(path, weights_only=False)["state_dict"]
-
-
-def of_folder(path: str) -> dict[str, torch.Tensor]:
-    """By Lightning's own tool, in the order of the module."""
-    out = f"whole-of-{os.getpid()}.ckpt"
-    convert_zero_checkpoint_to_fp32_state_dict(path, out)
-    found = of_file(out)
-    return {name: found[name] for name in Model().state_dict()}
-
-
-def in_folder(name: str, run: Callable[[], Any]) -> Any:
-    before = os.getcwd()
-    os.makedirs(name, exist_ok=True)
-    os.chdir(name)
-    try:
-        return run()
-    finally:
-        os.chdir(before)
 
 
 def left_with_shards(site: Site, module: LightningModule, name: str, calls: bool) -> None:
@@ -108,7 +77,7 @@ def by_fsdp(rank: int, world_size: int) -> Any:
     for number, (stage, options) in enumerate(FSDP):
         site = HandedOver((1, 1, world_size), rank, {"memory_gib": 8.0, "zero_stage": stage})
         with fsdp_on_cpus():
-            told = in_folder(str(number), lambda: story(site, Model, of_file, **options))  # noqa: B023
+            told = in_folder(Path(str(number)), lambda: story(site, Model, of_file, **options))  # noqa: B023
             strategy = told.pop("trainer").strategy
             assert isinstance(strategy, FSDPStrategy)
             assert strategy.sharding_strategy.name == {2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}[stage]
@@ -126,9 +95,9 @@ def by_deepspeed(rank: int, world_size: int) -> Any:
     found = []
     with deepspeed_on_cpus(world_size):
         for number, (stage, options) in enumerate(DEEPSPEED):
-            planned = {"memory_gib": 3.0, "zero_stage": stage}
+            planned = {"memory_gib": TIGHT, "zero_stage": stage}
             site = HandedOver((1, 1, world_size), rank, planned, accelerator=NumberedCPUs())
-            told = in_folder(str(number), lambda: story(site, OffloadedAdam, of_folder, **options))  # noqa: B023
+            told = in_folder(Path(str(number)), lambda: story(site, OffloadedAdam, of_folder, **options))  # noqa: B023
             strategy = told.pop("trainer").strategy
             assert isinstance(strategy, DeepSpeedStrategy)
             sharding = strategy.config["zero_optimization"]
@@ -147,7 +116,7 @@ def by_deepspeed(rank: int, world_size: int) -> Any:
 def plain_runs(cases: list[Case], make: Callable[[], LightningModule], folder: Path) -> list[Any]:
     found = []
     for number, (_, options) in enumerate(cases):
-        told = in_folder(str(folder / str(number)), lambda: story(Site(), make, of_file, **options))  # noqa: B023
+        told = in_folder(folder / str(number), lambda: story(Site(), make, of_file, **options))  # noqa: B023
         found.append(told["same"])
     return found
 

@@ -250,7 +250,10 @@ def test_deepspeed_takes_the_first_gpus_of_a_node() -> None:
     trainer = Trainer(accelerator="cpu", strategy=AutoStrategy(memory_gib=AMPLE), devices=2, **QUIET)
     strategy: Any = trainer.strategy
     strategy.connect(Offloads(layers=2))
-    for numbers, lack in (((0, 1), ""), ((1, 3), "takes the first GPUs of a node, not those numbered [1, 3]; set CUDA")):
+    for numbers, lack in (
+        ((0, 1), ""),
+        ((1, 3), "takes the first GPUs of a node, not those numbered [1, 3]; set CUDA"),
+    ):
         strategy.parallel_devices = [torch.device("cuda", number) for number in numbers]
         found = what_lacks("deepspeed", trainer)
         assert lack in found
