@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
+from lightning_parallel.strategies import _compat_fsdp
+
 __all__ = ["casts_left_alone", "is_wrapped", "unwrap"]
 
 
@@ -23,7 +25,7 @@ def is_wrapped(module: Any) -> bool:
 def unwrap(wrapped: Any) -> None:
     """Makes a plain module with whole parameters again of what FSDP wrapped. Collective over its ranks.
 
-    Parameters stay the same objects.
+    Parameters stay the same objects, without gradients, which were shards.
 
     Args:
         wrapped: the outermost unit, of those that keep the module's parameters (``use_orig_params``).
@@ -36,4 +38,6 @@ def unwrap(wrapped: Any) -> None:
             if isinstance(child, FullyShardedDataParallel):
                 setattr(owner, name, child.module)
     for parameter, data in whole.items():
+        parameter.grad = None
         parameter.data = data
+        _compat_fsdp.forget_units(parameter)

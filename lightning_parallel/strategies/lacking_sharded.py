@@ -91,6 +91,9 @@ def _of_fsdp(trainer: Trainer, module: LightningModule) -> Iterator[str]:
 
 
 def _of_deepspeed(trainer: Trainer, module: LightningModule) -> Iterator[str]:
+    chosen = [device.index for device in getattr(trainer.strategy, "parallel_devices", None) or ()]
+    if None not in chosen and chosen != list(range(len(chosen))):
+        yield f"DeepSpeed takes the first GPUs of a node, not those numbered {chosen}; set CUDA_VISIBLE_DEVICES"
     if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
         yield "DeepSpeed does not clip by value"
     if trainer.precision == "bf16-mixed":

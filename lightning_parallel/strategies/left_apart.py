@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from torch import nn
 
-__all__ = ["AFTER_AN_EXCEPTION", "AS_ASKED_FOR", "mark_left_apart", "refuse_left_apart"]
+__all__ = ["AFTER_AN_EXCEPTION", "AS_ASKED_FOR", "BetweenRuns", "mark_left_apart", "refuse_left_apart"]
 
 AS_ASKED_FOR = (
     "restore_weights=False left each rank's weights where they were: save before the run ends, for example with "
@@ -26,7 +29,8 @@ class _LeftApart:
         self.reason = reason
 
     def __call__(self, *args: Any) -> None:
-        raise RuntimeError(self.reason)
+        if self.reason:
+            raise RuntimeError(self.reason)
 
 
 def mark_left_apart(module: LightningModule, reason: str) -> None:
@@ -39,16 +43,50 @@ def mark_left_apart(module: LightningModule, reason: str) -> None:
         reason: the text of the error.
     """
     hook = _LeftApart(reason)
-    for child in module.modules():
-        if isinstance(child, torch.jit.ScriptModule):  # takes no hooks, and has nothing that was divided
-            continue
+    for child in _hookable(module):
         child.register_forward_pre_hook(hook)
         child.register_state_dict_pre_hook(hook)
         child.register_load_state_dict_pre_hook(hook)
 
 
+class BetweenRuns:
+    """Refuses what a module cannot do while a strategy keeps its weights in parts, for its next run or a checkpoint.
+
+    Args:
+        module: with weights in parts.
+        reason: the text of the error.
+        calls: whether calling it, or a module inside, is refused, too.
+    """
+
+    def __init__(self, module: LightningModule, reason: str, calls: bool) -> None:
+        self._hook = _LeftApart(reason)
+        self._handles = [module.register_state_dict_pre_hook(self._hook)]
+        self._handles.append(module.register_load_state_dict_pre_hook(self._hook))
+        if calls:
+            self._handles += [child.register_forward_pre_hook(self._hook) for child in _hookable(module)]
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Inside, the module's state may be asked for."""
+        self._hook.reason, reason = "", self._hook.reason
+        try:
+            yield
+        finally:
+            self._hook.reason = reason
+
+    def end(self) -> None:
+        """The module is whole again."""
+        for handle in self._handles:
+            handle.remove()
+
+
 def refuse_left_apart(module: LightningModule) -> None:
     """Raises RuntimeError if an earlier run left the module's weights apart."""
-    for hook in module._forward_pre_hooks.values():
+    for hook in module._state_dict_pre_hooks.values():
         if isinstance(hook, _LeftApart):
             hook()
+
+
+def _hookable(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and those inside, but for scripted ones: these take no hooks, and have nothing that was divided."""
+    return (child for child in module.modules() if not isinstance(child, torch.jit.ScriptModule))

@@ -19,7 +19,8 @@ TOOLS_OF_MECHANISM = {
 }
 # A part of such a tool, which only the tool itself uses.
 PARTS_OF_TOOLS = {f"{PACKAGE}.host_comm": f"{PACKAGE}.comm"}
-RAW_DISTRIBUTED = {"mesh.py", "comm.py", "host_comm.py", "checkpoint/io.py", "strategies/fsdp_units.py"}
+RAW_DISTRIBUTED = {"mesh.py", "comm.py", "host_comm.py", "checkpoint/io.py"}
+RAW_DISTRIBUTED |= {"strategies/fsdp_units.py", "strategies/_compat_fsdp.py"}
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities")
 PRIVATE_LIGHTNING = ("strategies/_compat.py", "strategies/_compat_example.py", "strategies/_compat_loops.py")
 

@@ -34,13 +34,21 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
+from torch.distributed.fsdp._common_utils import _is_fsdp_flattened, _set_fsdp_flattened
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassPrecision, MulticlassRecall
 
 from lightning_parallel.layout import ParallelLayout
 from lightning_parallel.mesh import Mesh
-from lightning_parallel.strategies import _compat, _compat_example, _compat_loops, metric_states, precision
+from lightning_parallel.strategies import (
+    _compat,
+    _compat_example,
+    _compat_fsdp,
+    _compat_loops,
+    metric_states,
+    precision,
+)
 from lightning_parallel.strategies.checkpoint_file import WholeFileIO
 from lightning_parallel.strategies.logs import LogCall, LogRecorder
 from lightning_parallel.strategies.replica_data import Batch, Logged, ReplicaData
@@ -209,6 +217,16 @@ def test_every_private_name_is_in_the_list(file: str) -> None:
     private = {name for name in used if name.startswith("_") and not name.startswith("__")} - own - OURS
     listed = {part for path in NAMES for part in path.split(".")}
     assert private <= listed, f"strategies/{file} uses private names that no test watches: {sorted(private - listed)}"
+
+
+def test_a_parameter_forgets_its_unit() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    assert not _is_fsdp_flattened(parameter)
+    _set_fsdp_flattened(parameter)
+    assert _is_fsdp_flattened(parameter)
+    for _ in range(2):
+        _compat_fsdp.forget_units(parameter)
+        assert not _is_fsdp_flattened(parameter)
 
 
 # ------------------------------------------------------------------------------------------------ SIGTERM

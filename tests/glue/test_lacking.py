@@ -246,6 +246,21 @@ def test_data_that_may_end_on_one_rank_alone(loader: Any, lack: str) -> None:
     assert bool(lack) == bool(found)
 
 
+def test_deepspeed_takes_the_first_gpus_of_a_node() -> None:
+    trainer = Trainer(accelerator="cpu", strategy=AutoStrategy(memory_gib=AMPLE), devices=2, **QUIET)
+    strategy: Any = trainer.strategy
+    strategy.connect(Offloads(layers=2))
+    for numbers, lack in (
+        ((0, 1), ""),
+        ((1, 3), "takes the first GPUs of a node, not those numbered [1, 3]; set CUDA"),
+    ):
+        strategy.parallel_devices = [torch.device("cuda", number) for number in numbers]
+        found = what_lacks("deepspeed", trainer)
+        assert lack in found
+        assert bool(lack) == bool(found)
+    assert what_lacks("ddp", trainer) == ""
+
+
 def test_shards_come_home_from_no_spawned_process() -> None:
     strategy = AutoStrategy(memory_gib=AMPLE, start_method="spawn")
     trainer = Trainer(accelerator="cpu", strategy=strategy, devices=1, **QUIET)
