@@ -15,7 +15,7 @@ from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.actions import Action, Kind, Schedule, execution_steps
 from lightning_parallel.pipeline.boundary import Boundary, BoundaryLink
 from lightning_parallel.pipeline.cut import StageCut, StageResult
-from lightning_parallel.pipeline.hook_passes import WatchedPasses, refuse_unserved
+from lightning_parallel.pipeline.hook_passes import refuse_unserved
 from lightning_parallel.weight_gradients import WeightGradients
 
 __all__ = ["PipelineRuntime", "StepCallbacks"]
@@ -140,8 +140,7 @@ class PipelineRuntime:
     def _backward(self, number: int, callbacks: StepCallbacks, state: _InFlight) -> None:
         if self.is_last:
             output = state.outputs[number]
-            with nullcontext() if self.cut is None else WatchedPasses(self.cut):
-                loss = callbacks.backward(output, number)
+            loss = callbacks.backward(output, number)
             if number in state.received:
                 refuse_unserved(loss, state.received[number].anchors, self.stage, number)
             state.outputs[number] = _detached(output)

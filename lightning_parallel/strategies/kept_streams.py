@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, IterableDataset
@@ -24,10 +26,13 @@ def may_go_on(source: Any) -> bool:
 
 
 class KeptStreams:
-    """What iterable datasets know of their place: attributes that are plain values, collections, iterators, files."""
+    """What iterable datasets know of their place.
+
+    Attributes that are plain values, collections, iterators, files, or generators of random numbers.
+    """
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self._recorded: dict[int, _Recorded] = {}
 
     def watch(self, loader: Any) -> None:
@@ -50,11 +55,20 @@ class KeptStreams:
             return
         if isinstance(value, io.IOBase):
             if value.seekable():
-                self._undo.append(partial(value.seek, value.tell()))  # type: ignore[arg-type]
+                self._undo.append(partial(value.seek, value.tell()))
         elif isinstance(value, Iterator):
             recorded = self._recorded.setdefault(id(value), _Recorded(value))
             setattr(owner, name, recorded)
             self._undo.append(lambda: setattr(owner, name, recorded.whole()))
+        elif isinstance(value, torch.Generator):
+            self._undo.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            self._undo.append(partial(value.setstate, value.getstate()))
+        elif isinstance(value, np.random.Generator):
+            bits = value.bit_generator
+            self._undo.append(partial(setattr, bits, "state", bits.state))
+        elif isinstance(value, np.random.RandomState):
+            self._undo.append(partial(value.set_state, value.get_state()))
         elif isinstance(value, _PLAIN):
             self._undo.append(partial(setattr, owner, name, value))
         elif type(value) in (list, dict, set, deque):

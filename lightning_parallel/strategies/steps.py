@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_parallel import comm
 from lightning_parallel.data_parallel import GradientReducer
@@ -17,6 +18,7 @@ from lightning_parallel.gradient_sync import GradientCompleter
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.actions import Schedule
 from lightning_parallel.pipeline.batch import batch_size, merge_outputs, split_batch
+from lightning_parallel.pipeline.hook_passes import WatchedPasses
 from lightning_parallel.pipeline.runtime import PipelineRuntime
 from lightning_parallel.pipeline.schedules import build_schedule, forward_only_schedule
 from lightning_parallel.pipeline.share import TreeBroadcast
@@ -142,7 +144,15 @@ class StepRunner:
         """Backward pass of one micro-batch through the hooks a user may have overridden."""
         plugin = self.trainer.precision_plugin
         self.check_graph(loss)
-        plugin.backward(loss_scale(plugin, loss), self.module, None)
+        with self._watched_passes():
+            plugin.backward(loss_scale(plugin, loss), self.module, None)
+
+    def _watched_passes(self) -> AbstractContextManager[Any]:
+        """Only around a hook of the user's: all functions of a backward pass on the CPU would go through it."""
+        cut = self.runtime.cut
+        if cut is None or not is_overridden("backward", self.module):
+            return nullcontext()
+        return WatchedPasses(cut)
 
     def check_graph(self, loss: torch.Tensor) -> None:
         """Before a backward pass: refuses functions that would not find their weights any more."""
