@@ -49,6 +49,15 @@ def hang_with_child(rank: int, world_size: int, pid_file: Path) -> None:
     child.wait()
 
 
+KEPT: list[dist.ProcessGroup] = []
+
+
+def keep_groups(rank: int, world_size: int) -> int:
+    """As a library does that holds its groups for good: their threads stay awake in this process."""
+    KEPT.extend(dist.new_group() for _ in range(5))
+    return os.getpid()
+
+
 def raise_on_last(rank: int, world_size: int) -> None:
     if rank == world_size - 1:
         raise KeyError("missing head")
@@ -168,6 +177,13 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (ProcessLookupError, FileNotFoundError):
         return False
+
+
+def test_workers_with_groups_that_nobody_ends_are_replaced(ranks: Ranks) -> None:
+    kept = ranks(2, keep_groups)
+    assert ranks.pids()[:2] == kept  # type: ignore[attr-defined]
+    ranks(2, sum_over_ranks, 1.0)
+    assert not set(ranks.pids()) & set(kept)  # type: ignore[attr-defined]
 
 
 def test_nothing_survives_a_hang_or_a_closed_pool(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class Worker:
         folder.mkdir(parents=True, exist_ok=True)
         self.stacks = folder / "stacks.txt"
         self.output = folder / "output.txt"
-        self.is_idle = False  # whether it has said so, and got no call since
+        self.idle: Idle | None = None  # what it said since its last call
         self.connection, theirs = Pipe()
         # Forked from a process that has imported everything, which takes longer than most tests.
         files = worker_process.Files(self.stacks, self.output, folder)
@@ -97,14 +97,28 @@ class Worker:
             text, previous = self.stacks.read_text(errors="replace"), text
         return text
 
+    def await_idle(self) -> Idle:
+        """Waits until the worker is ready: started, or through with leaving its last group."""
+        if self.idle is None:
+            try:
+                if not self.connection.poll(START_LIMIT):
+                    raise RanksHung(f"a worker was not ready after {START_LIMIT:g} s\n{self.dump_stacks()}")
+                message = receive(self.connection)
+            except (EOFError, ConnectionResetError):
+                raise RanksFailed(f"a worker ended before its call\n{self.printed()}") from None
+            assert isinstance(message, Idle), f"expected Idle, got {message}"
+            self.idle = message
+        return self.idle
+
     def recovers(self) -> bool:
         """Whether the worker, which has reported, leaves its group and is ready for another call."""
         try:
             send(self.connection, Finish())
-            self.is_idle = self.connection.poll(RECOVERY) and isinstance(receive(self.connection), Idle)
+            message = receive(self.connection) if self.connection.poll(RECOVERY) else None
         except (OSError, EOFError):
             return False
-        return self.is_idle
+        self.idle = message if isinstance(message, Idle) else None
+        return self.idle is not None
 
     def kill(self) -> None:
         """End the process and all it started."""
@@ -171,16 +185,22 @@ class WorkerPool:
         return [worker.pid for worker in self._workers]
 
     def _take(self, count: int) -> list[Worker]:
-        while len(self._workers) < count:
-            self._num_started += 1
-            self._workers.append(Worker(self._folder / f"worker-{self._num_started}"))
-        workers = self._workers[:count]
+        """Workers that wait for a call; worn ones are replaced."""
         try:
-            for worker in workers:
-                _await_idle(worker)
+            while True:
+                while len(self._workers) < count:
+                    self._num_started += 1
+                    self._workers.append(Worker(self._folder / f"worker-{self._num_started}"))
+                workers = self._workers[:count]
+                worn = [worker for worker in workers if worker.await_idle().is_worn]
+                if not worn:
+                    break
+                self._drop(worn)
         except BaseException:
-            self._drop(workers)
+            self._drop(self._workers[:count])
             raise
+        for worker in workers:
+            worker.idle = None
         return workers
 
     def _drop(self, workers: Sequence[Worker]) -> None:
@@ -194,20 +214,6 @@ class WorkerPool:
         folder = self._folder / f"call-{self._num_calls}"
         folder.mkdir()
         return str(folder)
-
-
-def _await_idle(worker: Worker) -> None:
-    """Wait until `worker` is ready: started, or through with leaving its last group."""
-    if worker.is_idle:
-        worker.is_idle = False
-        return
-    try:
-        if not worker.connection.poll(START_LIMIT):
-            raise RanksHung(f"a worker was not ready after {START_LIMIT:g} s\n{worker.dump_stacks()}")
-        message = receive(worker.connection)
-    except (EOFError, ConnectionResetError):
-        raise RanksFailed(f"a worker ended before its call\n{worker.printed()}") from None
-    assert isinstance(message, Idle), f"expected Idle, got {message}"
 
 
 def _collect(workers: Sequence[Worker], timeout: float) -> list[Any]:

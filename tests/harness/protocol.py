@@ -49,7 +49,13 @@ class Finish:
 
 @dataclass(frozen=True)
 class Idle:
-    """The worker is ready for a call."""
+    """The worker is ready for a call.
+
+    Attributes:
+        is_worn: earlier calls left threads in it that wake up all the time; a new one takes its place.
+    """
+
+    is_worn: bool = False
 
 
 def send(connection: Connection, message: object) -> None:
