@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_parallel.pipeline.cut import StageCut
+from lightning_parallel.pipeline.hook_passes import WatchedPasses
 from lightning_parallel.strategies import _compat
 from lightning_parallel.strategies.user_code import attributes_in, codes_of, hooks_of, names_in, parts_of
 
-__all__ = ["backward_handles_gradients", "looks_at_gradients", "names_gradients"]
+__all__ = ["backward_handles_gradients", "looks_at_gradients", "names_gradients", "watched_passes"]
 
 _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 _MODULE_HOOKS = ("configure_gradient_clipping", "optimizer_zero_grad")
@@ -52,6 +55,16 @@ def backward_handles_gradients(module: LightningModule) -> bool:
     if any(name == "grad" and of not in ("autograd", "func") for of, name in attributes_in(hook, objects)):
         return True
     return bool((_READERS - {"grad"}) & names_in(hook, objects))
+
+
+def watched_passes(module: LightningModule, cut: StageCut | None) -> AbstractContextManager[Any]:
+    """Around a module's hook `backward` on a stage: parameters of other stages are not to be asked for there.
+
+    Nothing without a hook of the user's: on the CPU every function of a backward pass would go through the watch.
+    """
+    if cut is None or not is_overridden("backward", module):
+        return nullcontext()
+    return WatchedPasses(cut)
 
 
 def names_gradients(functions: Iterable[Any], objects: Iterable[Any] = ()) -> bool:

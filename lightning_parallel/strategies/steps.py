@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_parallel import comm
 from lightning_parallel.data_parallel import GradientReducer
@@ -18,13 +17,13 @@ from lightning_parallel.gradient_sync import GradientCompleter
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.actions import Schedule
 from lightning_parallel.pipeline.batch import batch_size, merge_outputs, split_batch
-from lightning_parallel.pipeline.hook_passes import WatchedPasses
 from lightning_parallel.pipeline.runtime import PipelineRuntime
 from lightning_parallel.pipeline.schedules import build_schedule, forward_only_schedule
 from lightning_parallel.pipeline.share import TreeBroadcast
 from lightning_parallel.random_streams import StepRandom
 from lightning_parallel.strategies import _compat
 from lightning_parallel.strategies._compat_loops import skips_backward
+from lightning_parallel.strategies.gradient_readers import watched_passes
 from lightning_parallel.strategies.logs import LogCall, LogRecorder, combine_calls, share_of_epoch
 from lightning_parallel.strategies.precision import loss_scale
 from lightning_parallel.strategies.step_state import StepState
@@ -144,15 +143,8 @@ class StepRunner:
         """Backward pass of one micro-batch through the hooks a user may have overridden."""
         plugin = self.trainer.precision_plugin
         self.check_graph(loss)
-        with self._watched_passes():
+        with watched_passes(self.module, self.runtime.cut):
             plugin.backward(loss_scale(plugin, loss), self.module, None)
-
-    def _watched_passes(self) -> AbstractContextManager[Any]:
-        """Only around a hook of the user's: all functions of a backward pass on the CPU would go through it."""
-        cut = self.runtime.cut
-        if cut is None or not is_overridden("backward", self.module):
-            return nullcontext()
-        return WatchedPasses(cut)
 
     def check_graph(self, loss: torch.Tensor) -> None:
         """Before a backward pass: refuses functions that would not find their weights any more."""
@@ -400,11 +392,5 @@ def _with_loss(output: Any, loss: torch.Tensor | None) -> Any:
     return {**output, "loss": loss} if isinstance(output, dict) else loss
 
 
-@lru_cache(maxsize=64)
-def _schedule(name: str, stages: int, micro_batches: int) -> Schedule:
-    return build_schedule(name, stages, micro_batches)
-
-
-@lru_cache(maxsize=64)
-def _forward_schedule(stages: int, micro_batches: int) -> Schedule:
-    return forward_only_schedule(stages, micro_batches)
+_schedule = lru_cache(maxsize=64)(build_schedule)
+_forward_schedule = lru_cache(maxsize=64)(forward_only_schedule)
